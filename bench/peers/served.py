@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         was_interrupted = True
     rows = summarize(measured)
-    _print(Console(), rows, title=f"{options.model.name}, {options.dtype}, over HTTP")
+    _print(Console(), rows, title=f"{args.model}, {options.dtype}, over HTTP")
     line = json.dumps(
         {
             "bench": "peers.served",

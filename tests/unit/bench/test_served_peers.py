@@ -1,5 +1,8 @@
 """Weft's service beside another server: what is made of rounds, and which models can be compared."""
 
+import json
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -7,14 +10,18 @@ from typing import Any
 import pytest
 
 from bench.errors import BenchConfigError, BenchError
-from bench.load.arrivals import ClosedLoop, Load
+from bench.load.arrivals import ClosedLoop, Load, OpenLoop
 from bench.load.datasets import DatasetOptions
 from bench.load.records import CallRecord, Usage
 from bench.load.statistics import Summary
 from bench.load.statistics import summarize as summarize_run
 from bench.peers import served
+from bench.peers.catalog import Start
 from bench.peers.served import Measured, Options, Times, main, summarize
 from cluster.make_model import make_model
+
+
+VLLM = Start(command=("python",), environment={})
 
 
 def measured(service: str, *firsts_s: float, load: str = "8 at a time") -> Measured:
@@ -64,15 +71,17 @@ def test_services_take_turns_with_the_same_prompts_and_every_second_round_the_ot
         loads=(ClosedLoop(concurrency=8),),
         dataset=DatasetOptions(),
         duration_s=1.0,
-        rounds=2,
+        rounds=3,
         max_num_seqs=4,
-        venvs=Path(),
+        vllm=VLLM,
     )
+    assert options.max_context == 128 + 64
     found: list[Measured] = []
     lines: list[str] = []
     served.measure_both(options, found, tell=lines.append)
     assert asked[:2] == [("weft", -1, 16), ("vllm", -1, 16)]
-    assert asked[2:] == [("vllm", 0, 0), ("weft", 0, 0), ("weft", 1, 0), ("vllm", 1, 0)]
+    assert asked[2:6] == [("vllm", 0, 0), ("weft", 0, 0), ("weft", 1, 0), ("vllm", 1, 0)]
+    assert asked[6:] == [("vllm", 2, 0), ("weft", 2, 0)]
     assert [(each.service, each.load) for each in found] == [(name, "8 at a time") for name, _, _ in asked[2:]]
     assert "round 2, 8 at a time, vllm: 9.2 tokens/s" in lines
 
@@ -80,6 +89,38 @@ def test_services_take_turns_with_the_same_prompts_and_every_second_round_the_ot
 def test_loads_have_rows_of_their_own() -> None:
     rows = summarize([measured("weft", 0.1), measured("weft", 0.3, load="1 at a time")])
     assert [(row.load, row.ttft and row.ttft.p50_s) for row in rows] == [("8 at a time", 0.1), ("1 at a time", 0.3)]
+
+
+def test_command_tells_what_was_measured_also_where_it_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Options] = []
+    rounds = [measured("weft", 0.1), measured("weft", 0.3), measured("vllm", 0.4)]
+
+    def measure_both(options: Options, found: list[Measured], *, tell: Callable[[str], None]) -> None:
+        asked.append(options)
+        found += rounds
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(served, "find_start", lambda *_, **__: VLLM)
+    monkeypatch.setattr(served, "measure_both", measure_both)
+    arguments = ["weft-tiny", "--rate", "1,2", "--concurrency", "8", "--json", str(tmp_path / "lines")]
+    main(arguments)
+    assert asked[0].loads == (OpenLoop(rate=1.0), OpenLoop(rate=2.0), ClosedLoop(concurrency=8))
+    shown = " ".join(re.sub(r"[^\x00-\x7f]", " ", capsys.readouterr().out).split())
+    assert shown.startswith("weft-tiny, bfloat16, over HTTP")
+    assert "TTFT p50 p99 ms TPOT p50 p99 ms" in shown
+    assert "8 at a time weft 41.2 200.0 200.0 10.0 10.0" in shown
+    with pytest.raises(SystemExit, match="130"):
+        main(arguments)
+    rounds.clear()
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line["was_interrupted"] for line in lines] == [False, True]
+    assert [row["service"] for row in lines[0]["rows"]] == ["weft", "vllm"]
+    assert len(lines[0]["measured"]) == 3
 
 
 def test_a_tokenizer_that_knows_few_of_the_tokens_is_refused(tmp_path: Path) -> None:
