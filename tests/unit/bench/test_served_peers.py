@@ -12,7 +12,7 @@ import pytest
 from bench.errors import BenchConfigError, BenchError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop
 from bench.load.datasets import DatasetOptions
-from bench.load.records import CallRecord, Usage
+from bench.load.records import CallError, CallRecord, ErrorKind, Usage
 from bench.load.statistics import Summary
 from bench.load.statistics import summarize as summarize_run
 from bench.peers import served
@@ -84,6 +84,16 @@ def test_services_take_turns_with_the_same_prompts_and_every_second_round_the_ot
     assert asked[6:] == [("vllm", 2, 0), ("weft", 2, 0)]
     assert [(each.service, each.load) for each in found] == [(name, "8 at a time") for name, _, _ in asked[2:]]
     assert "round 2, 8 at a time, vllm: 9.2 tokens/s" in lines
+
+
+def test_a_round_without_an_answer_counts_for_the_rate_only() -> None:
+    failed = CallRecord(num_asked=1, due_s=None, sent_s=0.0)
+    failed.fail(CallError(ErrorKind.SERVER, "gone"), 1.0)
+    lost = Measured(service="weft", load="8 at a time", summary=summarize_run([failed]))
+    (row,) = summarize([lost, measured("weft", 0.2), lost])
+    assert (row.output_rate, row.ttft) == (0.0, pytest.approx(Times(0.2, 0.2)))
+    (row,) = summarize([lost])
+    assert (row.ttft, row.tpot) == (None, None)
 
 
 def test_loads_have_rows_of_their_own() -> None:
