@@ -1,5 +1,6 @@
 """Weft's service beside another server: what is made of rounds, and which models can be compared."""
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from weft.v1 import control_pb2
 
 from bench.errors import BenchConfigError, BenchError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop
@@ -17,9 +20,9 @@ from bench.load.statistics import Summary
 from bench.load.statistics import summarize as summarize_run
 from bench.peers import served
 from bench.peers.catalog import Start
-from bench.peers.served import Measured, Options, Times, main, summarize
+from bench.peers.served import Measured, Options, Times, _find_http, main, summarize
 from cluster.make_model import make_model
-
+from cluster.serve import print_addresses
 
 VLLM = Start(command=("python",), environment={})
 
@@ -84,6 +87,16 @@ def test_services_take_turns_with_the_same_prompts_and_every_second_round_the_ot
     assert asked[6:] == [("vllm", 2, 0), ("weft", 2, 0)]
     assert [(each.service, each.load) for each in found] == [(name, "8 at a time") for name, _, _ in asked[2:]]
     assert "round 2, 8 at a time, vllm: 9.2 tokens/s" in lines
+
+
+def test_weft_is_ready_when_it_says_how_it_is_stopped() -> None:
+    out = io.StringIO()
+    router = control_pb2.RouterStatus(grpc_address="h:1", http_address="h:2")
+    print_addresses(Console(file=out), control_pb2.GetStatusResponse(routers=[router]), "h:3", None, stays=True)
+    *addresses, _ = out.getvalue().splitlines(keepends=True)
+    assert _find_http(out.getvalue()) == "http://h:2/v1"
+    assert _find_http("".join(addresses)) is None
+    assert _find_http("Stop it with Ctrl-C.") is None
 
 
 def test_a_round_without_an_answer_counts_for_the_rate_only() -> None:
