@@ -12,11 +12,15 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from bench.errors import BenchConfigError, BenchError
 from bench.load.flag_groups import SimulateFlags
 from cluster.cli import app as weft
 from cluster.cli import run_and_report
 from cluster.cli_flags import given, with_flags
-from cluster.errors import ClusterConfigError
+from cluster.errors import ClusterConfigError, ClusterError
+from parallel.errors import ModelError
+from router.errors import RouterError
+from workers.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,38 @@ def test_full_disk_under_the_output_is_told_in_one_line(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="1"):
         run_and_report(write)
     assert capsys.readouterr().err == "Error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ClusterConfigError("a flag"), 2, "Error: a flag\n"),
+        (BenchConfigError("a flag"), 2, "Error: a flag\n"),
+        (ClusterError("a group"), 1, "Error: a group\n"),
+        (BenchError("a service"), 1, "Error: a service\n"),
+        (ModelError("a file"), 1, "Error: a file\n"),
+        (EngineError("a step"), 1, "Error: a step\n"),
+        (RouterError("a key"), 1, "Error: a key\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_are_told_in_one_line_and_by_the_exit_code(
+    error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_and_report(fail)
+    assert (ended.value.code, capsys.readouterr().err) == (code, told)
+
+
+def test_errors_of_the_system_that_nobody_expects_are_told_whole() -> None:
+    def fail() -> None:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    with pytest.raises(FileNotFoundError):
+        run_and_report(fail)
 
 
 SERVED = "bench.load.serve_command.run_serve"
