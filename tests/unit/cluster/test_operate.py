@@ -1,6 +1,7 @@
 """The operator's commands against a controller that says what a test wants."""
 
 import io
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -426,3 +427,18 @@ def test_drain_wants_one_target(arguments: list[str]) -> None:
 def test_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     app(["--version"], standalone_mode=False)
     assert capsys.readouterr().out == f"weft {metadata.version('weft')}\n"
+
+
+def test_status_and_stop_ask_the_controller(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = control_pb2.GetStatusResponse(models=[control_pb2.ModelStatus(name="m")])
+    graces: list[float] = []
+    monkeypatch.setattr("cluster.control_client.ControlClient.status", lambda self: status)
+    monkeypatch.setattr("cluster.control_client.ControlClient.shut_down", lambda self, grace: graces.append(grace))
+    app(["status", "--json"], standalone_mode=False)
+    assert [model["name"] for model in json.loads(capsys.readouterr().out)["models"]] == ["m"]
+    app(["status"], standalone_mode=False)
+    assert not capsys.readouterr().out.startswith("{")
+    app(["stop", "--grace", "3"], standalone_mode=False)
+    assert (graces, capsys.readouterr().out) == ([3.0], "Stopped.\n")
