@@ -92,7 +92,9 @@ def test_services_take_turns_with_the_same_prompts_and_every_second_round_the_ot
 def test_weft_is_ready_when_it_says_how_it_is_stopped() -> None:
     out = io.StringIO()
     router = control_pb2.RouterStatus(grpc_address="h:1", http_address="h:2")
-    print_addresses(Console(file=out), control_pb2.GetStatusResponse(routers=[router]), "h:3", None, stays=True)
+    print_addresses(
+        Console(file=out), control_pb2.GetStatusResponse(routers=[router]), "h:3", None, has_https=False, stays=True
+    )
     *addresses, _ = out.getvalue().splitlines(keepends=True)
     assert _find_http(out.getvalue()) == "http://h:2/v1"
     assert _find_http("".join(addresses)) is None
