@@ -98,6 +98,11 @@ def test_layers_of_published_models_make_few_groups_of_equal_size(
     assert groups.num_planes == (num_planes,)
 
 
+def test_many_kinds_have_a_group_each_shortest_windows_first() -> None:
+    groups = group_layers([*range(90, 0, -10), None], num_stages=1, max_context=100)
+    assert groups.windows == (None, *range(10, 100, 10))
+
+
 def _check(groups: LayerGroups, windows: list[int | None], num_stages: int, max_context: int) -> None:
     for stage in range(num_stages):
         layers = layer_range(len(windows), stage, num_stages)

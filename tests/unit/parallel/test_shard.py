@@ -69,6 +69,7 @@ def test_vocabulary_is_covered_once_within_padded_rows(vocab_size: int, size: in
     ranges = [vocab_range(vocab_size, rank, size) for rank in range(size)]
     assert [token for part in ranges for token in part] == list(range(vocab_size))
     assert all(len(part) <= rows for part in ranges)
+    assert rows * size - vocab_size < size
     assert all(part.start == rank * rows for rank, part in enumerate(ranges) if part)
 
 
