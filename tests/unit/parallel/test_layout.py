@@ -65,6 +65,7 @@ def test_any_slice_is_the_slice_of_all_rows(num_groups: int, rows: list[int], da
         (Location(name="w", is_transposed=True), (16, 8)),
         (Location(name="w", fusion=stacked_qkv(DESCRIPTION), part="q"), (16, 16)),
         (Location(name="w", fusion=stacked_qkv(DESCRIPTION), part="q", is_transposed=True), (16, 16)),
+        (Location(name="w", expert=1, num_experts=3, is_transposed=True), (3, 16, 8)),
         (Location(name="norms.{row}.weight"), (16,)),
     ],
 )

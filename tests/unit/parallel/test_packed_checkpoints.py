@@ -62,6 +62,7 @@ def test_each_rank_unpacks_what_transformers_does(name: str, rank: int) -> None:
     plain, num_plain_bytes = _load(plain_folder(tiny_model(name)), rank, tp=2)
     assert _equal(packed, plain)
     assert num_bytes < 0.5 * num_plain_bytes
+    assert num_bytes < 0.55 * _load(tiny_model(name))[1], "norms and routers are read by both"
 
 
 @pytest.mark.parametrize("name", NAMES)

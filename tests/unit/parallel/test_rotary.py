@@ -17,7 +17,7 @@ from parallel.families.fields import Fields
 from parallel.families.registry import describe_config
 from parallel.families.rope import read_rotary
 from parallel.position_description import LongRopeScaling
-from parallel.rotary import RotaryTable
+from parallel.rotary import LayerRotations, RotaryTable
 
 POSITIONS = (0, 1, 2047, 2048, 8191, 32767, 32768)
 NUM_POSITIONS = 33000
@@ -88,10 +88,11 @@ KINDS: dict[str, dict[str, Any]] = {
     ),
     "yarn-attention-factor": _config(**YARN, attention_factor=1.5),
     "yarn-mscale-alone": _config(**YARN, mscale=0.7),
-    "yarn-one-ramp": _config(**YARN, beta_fast=4.0, beta_slow=4.0, truncate=False),
-    "yarn-long-ramp": _config(**YARN, beta_fast=20.0, beta_slow=0.001),
+    "yarn-one-ramp": _config(**YARN, beta_fast=700.0, beta_slow=700.0),
+    "yarn-longest-ramp": _config(**YARN, beta_fast=1000.0, beta_slow=1e-6),
     "yarn-mscale": _config(**YARN, mscale=0.7, mscale_all_dim=1.3, beta_fast=20.0, beta_slow=2.0, truncate=False),
     "llama3": _config(**LLAMA3, head_dim=128),
+    "llama3-narrow": _config(**{**LLAMA3, "low_freq_factor": 2.0}, head_dim=128),
     "longrope-long": _config(**LONGROPE),
     "longrope-attention-factor": _config(**LONGROPE, attention_factor=1.25),
     "longrope-from-one-token": _config(
@@ -157,6 +158,20 @@ def test_angles_depend_on_the_position_alone(kind: str) -> None:
     alone, _ = table(torch.tensor([2048]))
 
     assert torch.equal(together[2], alone[0])
+
+
+def test_layers_of_a_kind_share_a_table_and_some_do_not_turn() -> None:
+    plain, linear = (_describe(KINDS[kind]).rotaries[0] for kind in ("default", "linear"))
+    rotations = LayerRotations([plain, None, linear, plain], 100, device=CPU)
+    positions = torch.tensor([0, 7, 99])
+
+    assert rotations.kind_of_layer == [0, 1, 2, 0]
+    for angles, table, kind in zip(rotations(positions), rotations.angles, (plain, None, linear), strict=True):
+        expected = () if kind is None else RotaryTable(kind, 100, device=CPU)(positions)
+        assert len(angles) == len(table) == len(expected)
+        for values, rows, expected_values in zip(angles, table, expected, strict=True):
+            assert torch.equal(values, expected_values)
+            assert torch.equal(rows[positions], expected_values)
 
 
 TABLES = {**KINDS, "dynamic-beyond": _config(max_positions=300, rope_type="dynamic", factor=4.0, head_dim=128)}
