@@ -63,9 +63,7 @@ class WeightRead:
 
     @property
     def num_touched(self) -> int:
-        """Elements in the pages that are read: of a slice of columns, those of whole rows."""
-        if self.dim == 0:
-            return self.num_elements
+        """Elements in the pages that are read: those of whole rows, also of a slice of columns."""
         sizes = self.shape[-self.target.dim() :]
         return len(self._rows) * math.prod(sizes[1:])
 

@@ -178,6 +178,24 @@ def test_slices_read_in_small_parts_are_the_same(
         assert torch.equal(a.tensor, b.tensor)
 
 
+@pytest.mark.parametrize("max_touched", [1, 20, 1000])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(("dim", "part"), [(0, range(2, 5)), (1, range(2, 5)), (0, range(6, 6))])
+def test_slices_are_cut_into_rows_that_touch_no_more_than_allowed(
+    dim: int, part: range, is_transposed: bool, max_touched: int
+) -> None:
+    """Of columns whole rows; a rank may have no row."""
+    wanted = torch.zeros(6, 8).narrow(dim, part.start, len(part))
+    target = wanted.t() if is_transposed else wanted
+    read = WeightRead(
+        name="w", shape=(6, 8), dim=dim, start=part.start, stop=part.stop, target=target, is_transposed=is_transposed
+    )
+    parts = list(read.cut(max_touched))
+    assert all(part.num_touched <= max(max_touched, 8) for part in parts)
+    assert sum(part.num_touched for part in parts) == read.num_touched == 8 * len(wanted)
+    assert sum(part.num_elements for part in parts) == wanted.numel()
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_are_converted_to_the_dtype_asked_for(folder: Path, stored: torch.dtype) -> None:
     weight = load_file(folder / SINGLE_FILE)["model.norm.weight"].to(stored)
