@@ -292,6 +292,7 @@ def _send_ahead(mesh: Mesh, num_batches: int) -> list[tuple[int, float]]:
     for batch in range(num_batches):
         if mesh.is_first_stage:
             link.send(torch.full((1 + batch * 100, 64), float(batch), dtype=torch.bfloat16))
+            assert len(link._sending) <= mesh.pp.size, "more batches are under way than there are stages"
             continue
         hidden = link.recv(1 + batch * 100)
         assert bool((hidden == hidden[0, 0]).all())
