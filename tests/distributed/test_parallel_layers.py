@@ -153,6 +153,7 @@ def test_mlp_equals_its_original_with_one_all_reduce(gloo_pool: GlooPool, tp: in
 def _run_embedding(mesh: Mesh, vocab_size: int, token_ids: Tensor) -> tuple[Tensor, int]:
     layer = VocabParallelEmbedding(vocab_size, HIDDEN, context=_context(mesh))
     _load(layer, "embedding")
+    assert (layer.lookup(token_ids) is None) == (mesh.tp.size > 1), "one of several ranks does not have all rows"
     return layer(token_ids), mesh.tp.counts["all_reduce"]
 
 
