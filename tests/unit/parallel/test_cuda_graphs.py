@@ -49,7 +49,8 @@ class Layers:
             total = total.clone()
             total[: meta.num_decodes] += seen[: meta.num_decodes]
             for chunk in range(meta.num_decodes, len(meta.context_lens)):
-                total[meta.query_starts[chunk] : meta.query_starts[chunk + 1]] += seen[chunk]
+                rows = slice(meta.query_starts[chunk], meta.query_starts[chunk + 1])  # none of one that is not there
+                total[rows] += seen[chunk] + 1
         x_TE.zero_()  # layers may overwrite what goes in
         return total, total * 2
 
@@ -65,7 +66,7 @@ def call_again(run: Callable[[], Result], memory: object) -> Recording:
 
 
 def new_caches() -> list[LayerCache]:
-    return [LayerCache(*torch.zeros(2, 300, P, 1, WIDTH)) for _ in range(2)]
+    return [LayerCache(*torch.randn(2, 300, P, 1, WIDTH)) for _ in range(2)]
 
 
 def check_step(layers: GraphedLayers, spans: list[tuple[int, int]], caches: list[LayerCache]) -> None:
@@ -178,9 +179,11 @@ def test_larger_steps_than_wanted_run_as_they_are() -> None:
 def test_layers_that_need_lengths_on_the_host_run_as_they_are() -> None:
     run = Layers(needs_host=True)
     layers = GraphedLayers(run, call_again)
+    assert layers.records_whole_steps
     for _ in range(2):
         check_step(layers, [(1, 4), (1, 9), (1, 2)], new_caches())
     assert run.num_tokens == [3, 3]
+    assert not layers.records_whole_steps
 
 
 def test_collectives_of_a_replay_are_counted_as_if_they_were_called() -> None:
