@@ -41,6 +41,7 @@ class Layers:
         self.num_tokens.append(len(x_TE))
         total = x_TE + sum(table for kind in angles for table in kind)
         for cache, meta in zip(caches, metas, strict=True):
+            assert meta.query_starts.diff().max() <= meta.max_query_len
             is_token = meta.slot_mapping >= 0
             cache.k_BPKH.view(-1, WIDTH)[meta.slot_mapping[is_token]] = x_TE[is_token]
             last = (meta.context_lens.long() - 1).clamp(min=0)
@@ -169,21 +170,22 @@ def test_graphs_share_memory_as_long_as_one_of_them_lives() -> None:
 
 def test_larger_steps_than_wanted_run_as_they_are() -> None:
     run, caches = Layers(), new_caches()
-    layers = GraphedLayers(run, call_again, max_num_seqs=3)
-    check_step(layers, [(1, 4)] * 3, caches)
+    layers = GraphedLayers(run, call_again, max_num_seqs=4)
     check_step(layers, [(1, 4)] * 4, caches)
-    assert run.num_tokens == [4, 4, 4]  # recorded, replayed; as it is
+    check_step(layers, [(1, 4)] * 5, caches)
+    assert run.num_tokens == [4, 4, 5]  # recorded, replayed; as it is
     assert len(layers._graphs) == 1
 
 
 def test_layers_that_need_lengths_on_the_host_run_as_they_are() -> None:
     run = Layers(needs_host=True)
-    layers = GraphedLayers(run, call_again)
+    layers = GraphedLayers(run, call_again, records_chunks=True)
     assert layers.records_whole_steps
     for _ in range(2):
         check_step(layers, [(1, 4), (1, 9), (1, 2)], new_caches())
     assert run.num_tokens == [3, 3]
     assert not layers.records_whole_steps
+    assert not layers.records_chunks
 
 
 def test_collectives_of_a_replay_are_counted_as_if_they_were_called() -> None:
