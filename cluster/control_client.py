@@ -129,5 +129,8 @@ class ControlClient:
         if "refused" in details.lower():
             return "is `weft serve` running?"
         if self._tls is None:
-            return f"is `weft serve` running? With inner_tls it wants --tls-cert, --tls-key and --tls-ca ({details})"
+            wanted = (
+                "WEFT_CONTROL_TLS_CERT, _KEY and _CA, or the options that stand for them"  # each command's own names
+            )
+            return f"is `weft serve` running? With inner_tls it wants {wanted} ({details})"
         return f"is `weft serve` running, with inner_tls and certificates of these authorities? ({details})"

@@ -310,7 +310,7 @@ def test_command_line_shows_status_and_generates(cluster: Cluster) -> None:
 def test_nobody_without_a_certificate_is_served_inside_the_cluster(cluster: Cluster) -> None:
     refused = weft("status", "--control", cluster.service.control_address)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert "With inner_tls it wants --tls-cert, --tls-key and --tls-ca" in refused.stderr
+    assert "With inner_tls it wants WEFT_CONTROL_TLS_CERT, _KEY and _CA" in refused.stderr
     hello = replica_pb2.ConnectRequest(hello=replica_pb2.Hello(router_id="r", protocol_version=1))
     with grpc.insecure_channel(cluster.groups()[0].address) as channel, pytest.raises(grpc.RpcError) as caught:
         next(ReplicaStub(channel).Connect(iter([hello]), timeout=30))

@@ -76,7 +76,9 @@ async def test_controller_takes_nobody_without_a_certificate_of_its_authority(
 
     async with fixed_control({}, tls) as control:
         await asyncio.to_thread(ask, control, tls)
-        with pytest.raises(ControllerError, match="With inner_tls it wants --tls-cert, --tls-key and --tls-ca"):
+        with pytest.raises(
+            ControllerError, match="With inner_tls it wants WEFT_CONTROL_TLS_CERT, _KEY and _CA, or the options"
+        ):
             await asyncio.to_thread(ask, control, None)
         with pytest.raises(ControllerError, match="with inner_tls and certificates of these authorities"):
             await asyncio.to_thread(ask, control, stranger)
