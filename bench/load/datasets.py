@@ -42,7 +42,7 @@ class DatasetOptions:
     file: Path | None = None
     """File of the kinds `prompts` and `trace`."""
     has_end: bool = False
-    """`prompts` are sent once, not again and again."""
+    """No flag says how much is sent: the dataset's own end does, and `prompts` are sent once, not again and again."""
     inputs: Lengths = field(default_factory=lambda: Lengths(low=128, high=128))
     """Prompt tokens of each call, after what it shares with others."""
     outputs: Lengths = field(default_factory=lambda: Lengths(low=64, high=64))

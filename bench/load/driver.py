@@ -34,6 +34,11 @@ class Run:
     num_unsent: int
     """Later calls of sessions that ended with a failure."""
 
+    @property
+    def num_calls(self) -> int:
+        """How many calls the sessions had that were begun."""
+        return len(self.records) + self.num_unsent
+
 
 class Driver:
     """Sends sessions to a service."""

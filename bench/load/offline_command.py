@@ -9,11 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench.load.datasets import DatasetKind
 from bench.load.flag_groups import GoalFlags, OfflineFlags, PromptFlags
 from bench.load.flags import find_idle, parse_datasets, parse_targets
 from bench.load.offline import OfflineOptions, OfflineResult, measure_offline
 from bench.load.progress import OfflineProgress
-from bench.load.report import append_line, check_line_file, offline_line, print_offline, warn_idle
+from bench.load.report import append_line, check_line_file, offline_line, print_offline, short_dataset, warn, warn_idle
 from cluster.operate import parse_settings
 
 _DEFAULT_NUM_REQUESTS = 32
@@ -32,6 +33,9 @@ def run_offline(engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags, *,
 
     def tell(result: OfflineResult) -> None:
         print_offline(console, engine.model, result)
+        num_calls = min(repeats[0].summary.num_requests for repeats in result.repeats.values())
+        if engine.dataset == DatasetKind.TRACE and num_calls < (engine.num_requests or 0):
+            warn(console, short_dataset(num_calls))
         if json_file is not None:
             append_line(offline_line(options, result), json_file)
 

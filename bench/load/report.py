@@ -47,10 +47,15 @@ def load_name(load: Load) -> str:
             return f"{load.concurrency} at a time"
 
 
+def warn(console: Console, warning: str) -> None:
+    """Print something that is doubtful."""
+    console.print(f"Warning: {warning}", style="yellow", highlight=False, markup=False)
+
+
 def warn_idle(console: Console, flags: Sequence[str]) -> None:
     """Tell of flags that say nothing about what is measured."""
     if flags:
-        console.print(f"Warning: nothing looks at {', '.join(flags)} here", style="yellow", highlight=False)
+        warn(console, f"nothing looks at {', '.join(flags)} here")
 
 
 def print_point(console: Console, point: Point) -> None:
@@ -61,7 +66,7 @@ def print_point(console: Console, point: Point) -> None:
     if point.utilization is not None:
         console.print(_utilization_line(point.utilization, point.summary.output_tokens), highlight=False)
     for warning in warnings(point):
-        console.print(f"Warning: {warning}", style="yellow", highlight=False, markup=False)
+        warn(console, warning)
 
 
 def print_sweep(console: Console, points: Sequence[Point]) -> None:
@@ -105,12 +110,19 @@ def warnings(point: Point) -> list[str]:
     found += _missing([summary])
     if point.num_unsent:
         found.append(f"{point.num_unsent} later turns of failed sessions were not sent, and count nowhere")
+    if point.is_short:
+        found.append(short_dataset(summary.num_requests + point.num_unsent))
     if summary.num_seen < MIN_SEEN * summary.output_tokens:
         found.append(
             f"{summary.output_tokens} tokens came as {summary.num_seen} pieces of text: TTFT, TPOT and ITL over HTTP "
             "are those of text; most tokens here have none of their own, or the service sends several at once"
         )
     return found
+
+
+def short_dataset(num_calls: int) -> str:
+    """Return a warning of a dataset that has no more requests, though more are asked for."""
+    return f"the dataset has only {num_calls} request{'' if num_calls == 1 else 's'}: less was sent than is asked for"
 
 
 def _missing(runs: Sequence[Summary]) -> list[str]:
@@ -149,7 +161,7 @@ def print_offline(console: Console, model: str, result: "OfflineResult") -> None
         console.print("* other processes kept more than a tenth of a core busy", highlight=False)
     for name, repeats in result.repeats.items():
         for warning in _missing([repeat.summary for repeat in repeats]):
-            console.print(f"Warning: {name}: {warning}", style="yellow", highlight=False, markup=False)
+            warn(console, f"{name}: {warning}")
 
 
 def serve_line(options: ServeOptions, outcome: Outcome) -> str:

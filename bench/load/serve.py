@@ -94,7 +94,7 @@ class _Measuring:
                 think_s=0.0,
                 calls=tuple(replace(call, prompt=begin_otherwise(call.prompt, word)) for call in each.calls),
             )
-            for each in self._sessions(self._options.seed + 1, num_requests)
+            for each in take_calls(self._dataset(self._options.seed + 1), num_requests)
         )
         run = await self._driver().run(load, sessions, seed=0)
         summary = summarize(run.records)
@@ -104,18 +104,25 @@ class _Measuring:
     async def _measure(self, load: Load) -> None:
         options, driver = self._options, self._driver()
         self._watcher.begin(load, options.num_requests, options.duration_s)
-        sessions = self._sessions(options.seed, options.num_requests)
-        run = None
+        dataset = self._dataset(options.seed)
+        run, is_short = None, False
         await self._observer.begin()
         try:
+            sessions = take_calls(dataset, options.num_requests)
             run = await driver.run(load, sessions, seed=options.seed, duration_s=options.duration_s)
             await self._observer.end()
+            is_short = self._is_short(run, dataset)
         finally:  # also when it is interrupted
             run = run or driver.so_far()
             if run.records:
-                self._tell(load, run)
+                self._tell(load, run, is_short=is_short)
 
-    def _tell(self, load: Load, run: Run) -> None:
+    def _is_short(self, run: Run, rest: Iterator[Session]) -> bool:
+        """Whether the dataset, of which `rest` was not taken, ended before the flags that say how much."""
+        is_all = self._options.dataset.has_end or run.num_calls == self._options.num_requests
+        return not is_all and next(rest, None) is None
+
+    def _tell(self, load: Load, run: Run, *, is_short: bool) -> None:
         summary = summarize(run.records, self._options.targets)
         utilization = self._observer.utilization(summary.duration_s)
         point = Point(
@@ -123,6 +130,7 @@ class _Measuring:
             summary=summary,
             cpu_share=run.cpu_share,
             num_unsent=run.num_unsent,
+            is_short=is_short,
             utilization=utilization,
         )
         self._outcome.ranks_unknown = self._observer.unknown
@@ -132,8 +140,8 @@ class _Measuring:
     def _driver(self) -> Driver:
         return Driver(self._sender, cache_salt=f"weft-bench-{uuid.uuid4().hex}", on_answer=self._watcher.note)
 
-    def _sessions(self, seed: int, num_requests: int | None) -> Iterator[Session]:
-        return take_calls(make_sessions(self._options.dataset, vocab_size=self._vocab_size, seed=seed), num_requests)
+    def _dataset(self, seed: int) -> Iterator[Session]:
+        return make_sessions(self._options.dataset, vocab_size=self._vocab_size, seed=seed)
 
 
 def _connect(target: Target) -> AbstractAsyncContextManager[Sender]:

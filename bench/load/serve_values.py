@@ -41,6 +41,8 @@ class Point:
     """Share of one core that the load generator took."""
     num_unsent: int = 0
     """Calls that never were sent: later ones of sessions that ended with a failure."""
+    is_short: bool = False
+    """The dataset ended before the number of requests or the duration that was asked for."""
     utilization: Utilization | None = None
     """What the ranks did; None: not known, or the load was interrupted."""
 

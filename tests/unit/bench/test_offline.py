@@ -310,6 +310,16 @@ def test_a_files_prompts_are_run_once_unless_more_are_asked_for(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("known_ceiling")
+def test_a_trace_with_fewer_requests_than_asked_for_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"input_length": 4, "output_length": 2}\n' * 2)
+    arguments = ["bench", "offline", "--model", "weft-tiny", "--dataset", "trace", "--file", str(file)]
+    for flags, is_told in ((["-n", "3"], True), (["-n", "2"], False), ([], False)):
+        result = CliRunner().invoke(app, [*arguments, "--repeats", "1", *flags], catch_exceptions=False)
+        assert ("the dataset has only 2 requests: less was sent" in " ".join(result.output.split())) == is_told
+
+
+@pytest.mark.usefixtures("known_ceiling")
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_was_measured_before_a_signal_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, exit_code: int

@@ -332,6 +332,24 @@ async def test_late_and_busy_generators_are_told(router: RunningRouter) -> None:
     assert "4 later turns of failed sessions were not sent" in warnings(unsent)[-1]
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"num_requests": 2}, True),
+        ({"num_requests": None, "duration_s": 60.0}, True),
+        ({"num_requests": 1}, False),
+        ({"dataset": DatasetOptions(kind=DatasetKind.W1, has_end=True), "num_requests": None}, False),
+    ],
+)
+async def test_a_dataset_with_fewer_requests_than_asked_for_is_told(
+    router: RunningRouter, asked: dict[str, Any], told: bool
+) -> None:
+    dataset = DatasetOptions(kind=DatasetKind.W1)
+    (point,) = (await measure(options(target(router, Protocol.GRPC), **{"dataset": dataset, **asked}))).points
+    assert ("the dataset has only 1 request: less was sent than is asked for" in warnings(point)) == told
+    assert ("the dataset has only 5 requests" in warnings(replace(point, num_unsent=4))[-1]) == told
+
+
 async def test_thoughts_and_calls_of_tools_are_tokens_over_http() -> None:
     deltas = [{"reasoning_content": "a"}, {"reasoning": "b"}, {"tool_calls": [{"index": 0}]}, {"content": "c"}, {}]
     events = [{"choices": [{"delta": delta}]} for delta in deltas]
