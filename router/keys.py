@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -210,12 +211,12 @@ def _read(path: Path) -> bytes | str:
 
 
 def main() -> None:
-    """Make a key for a name; print it once, and its entry for the file."""
+    """Make a key for a name; show it once, on stderr, and print its entry, which may go straight into the file."""
     parser = argparse.ArgumentParser(prog="python -m router.keys", description="Make an API key.")
     parser.add_argument("name", help="whose it is")
     name = parser.parse_args().name
     key = f"wk-{secrets.token_urlsafe(32)}"
-    print(f"# the key, shown this once: {key}")
+    print(f"The key, shown this once: {key}", file=sys.stderr)
     print(yaml.safe_dump([{"name": name, "sha256": hash_key(key)}], sort_keys=False), end="")
 
 

@@ -19,7 +19,7 @@ from helpers.router_harness import router_config, running_router
 from router.client import AsyncClient, OverloadedError, UnauthenticatedError
 from router.errors import RateLimitedError, RouterConfigError
 from router.errors import UnauthenticatedError as NotKnown
-from router.keys import KeyRing, OneRequest, cache_space, hash_key
+from router.keys import KeyRing, OneRequest, cache_space, hash_key, main
 
 ALICE = "wk-alice"
 
@@ -313,3 +313,14 @@ def test_a_rate_that_changed_in_the_file_is_the_new_one(write: Callable[..., Pat
     alice.admit(OneRequest())
     with pytest.raises(RateLimitedError, match="allowed: 2 a minute"):
         alice.admit(OneRequest())
+
+
+def test_a_new_key_is_shown_apart_from_its_entry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["router.keys", "alice"])
+    main()
+    entry, shown = capsys.readouterr()
+    key = shown.removeprefix("The key, shown this once: ").rstrip()
+    assert key.startswith("wk-")
+    assert yaml.safe_load(entry) == [{"name": "alice", "sha256": hash_key(key)}]
