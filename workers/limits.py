@@ -26,8 +26,9 @@ class LengthLimits:
         if not num_prompt:
             raise InvalidRequestError("the prompt has 0 tokens; allowed: at least 1")
         if num_prompt + num_generated >= self.max_context:
+            what = "prompt and output have" if num_generated else "the prompt has"
             raise InvalidRequestError(
-                f"prompt and output have {num_prompt + num_generated} tokens; allowed: at most "
+                f"{what} {num_prompt + num_generated} tokens; allowed: at most "
                 f"{self.max_context - 1}, so that one more fits into the context of {self.max_context}"
             )
         if num_generated >= max_tokens:

@@ -38,7 +38,7 @@ def text_of(token_ids: list[int]) -> str:
         ({"prompt": [1, 97]}, "prompt_token_ids contain 97; allowed: 0 to 96"),
         ({"prompt": [-1, 5]}, "prompt_token_ids contain -1; allowed: 0 to 96"),
         ({"prompt": [1], "generated": [2, 100]}, "generated_token_ids contain 100; allowed: 0 to 96"),
-        ({"prompt": [1] * 200}, "prompt and output have 200 tokens; allowed: at most 199"),
+        ({"prompt": [1] * 200}, "the prompt has 200 tokens; allowed: at most 199"),
     ],
 )
 def test_bad_request_is_refused_and_nothing_else_disturbed(fields: dict[str, Any], message: str) -> None:

@@ -230,8 +230,11 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
 
     for request, message in [
         (make_request("a", []), "the prompt has 0 tokens; allowed: at least 1"),
-        (make_request("a", prompt(40)), "have 40 tokens; allowed: at most 39"),
-        (make_request("a", prompt(30), generated=(5,) * 10, max_tokens=11), "have 40 tokens; allowed: at most 39"),
+        (make_request("a", prompt(40)), "the prompt has 40 tokens; allowed: at most 39"),
+        (
+            make_request("a", prompt(30), generated=(5,) * 10, max_tokens=11),
+            "prompt and output have 40 tokens; allowed: at most 39",
+        ),
         (
             make_request("a", prompt(3), generated=(1, 2), max_tokens=2),
             "2 tokens are generated already; allowed: fewer",
