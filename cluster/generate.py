@@ -56,12 +56,14 @@ def generate(
 
 def to_request_error(error: ClientError) -> RequestError:
     """Return the router's error, or its silence, in words."""
-    advice = ""
+    advice, told = "", str(error)
     if error.code is grpc.StatusCode.UNIMPLEMENTED:
         advice = "; who answers is no router of Weft"
-    elif error.code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in str(error):
+    elif error.code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in told:
         advice = "; is `weft serve` running?"
-    return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {error}{advice}")
+    elif "failed to connect" in told and ("Socket closed" in told or "Connection reset" in told):
+        advice = "; a router with TLS wants --tls-ca"
+    return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {told}{advice}")
 
 
 def connect(router: str, *, api_key: str | None, tls: ClientTls | None) -> Client:

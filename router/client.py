@@ -49,6 +49,7 @@ from router.client_values import (
 )
 from router.client_wire import (
     MAX_TIMEOUT_S,
+    WAS_CLOSED,
     check_timeout,
     detokenize_request,
     generate_request,
@@ -102,15 +103,15 @@ class _TypedErrors:
     _is_closed = False
 
     @contextmanager
-    def _typed_errors(self) -> Iterator[None]:
+    def _typed_errors(self, timeout_s: float | None) -> Iterator[None]:
         try:
             yield
         except grpc.RpcError as error:
-            raise to_error(error) from error
+            raise to_error(error, timeout_s=timeout_s, is_closed=self._is_closed) from error
         except (ValueError, grpc.aio.UsageError, asyncio.CancelledError) as error:  # what gRPC has for a closed channel
             if not self._is_closed or _is_cancelled_task(error):
                 raise
-            raise CallCancelledError("the client was closed", code=grpc.StatusCode.CANCELLED) from error
+            raise CallCancelledError(WAS_CLOSED, code=grpc.StatusCode.CANCELLED) from error
 
 
 def _is_cancelled_task(error: BaseException) -> bool:
@@ -190,7 +191,7 @@ class Client(_TypedErrors):
         with self._tracer.begin("weft.client") as span:
             metadata = _with_context(self._metadata, span.context)
             timeout_s = check_timeout(options.get("timeout_s", self._timeout_s))
-            with self._typed_errors():
+            with self._typed_errors(timeout_s):
                 call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
                 try:
                     for response in call:
@@ -223,18 +224,18 @@ class Client(_TypedErrors):
     ) -> tuple[int, ...]:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
         request = tokenize_request(prompt, model, add_special_tokens, chat)
-        with self._typed_errors():
+        with self._typed_errors(self._timeout_s):
             return tuple(self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         request = detokenize_request(token_ids, model, skip_special_tokens)
-        with self._typed_errors():
+        with self._typed_errors(self._timeout_s):
             return self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata).text
 
     def models(self) -> list[ModelInfo]:
         """Return the models that the cluster serves."""
-        with self._typed_errors():
+        with self._typed_errors(self._timeout_s):
             return to_models(
                 self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
             )
@@ -250,7 +251,7 @@ class Client(_TypedErrors):
         while (left_s := min(deadline - time.monotonic(), MAX_TIMEOUT_S)) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
             try:
-                with self._typed_errors():
+                with self._typed_errors(left_s):
                     response = self._stub.ListModels(pb.ListModelsRequest(), timeout=left_s, metadata=self._metadata)
                 if _is_ready(to_models(response), model, replicas):
                     return
@@ -312,7 +313,7 @@ class AsyncClient(_TypedErrors):
         with self._tracer.begin("weft.client") as span:
             metadata = _with_context(self._metadata, span.context)
             timeout_s = check_timeout(options.get("timeout_s", self._timeout_s))
-            with self._typed_errors():
+            with self._typed_errors(timeout_s):
                 call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
                 try:
                     async for response in call:
@@ -345,7 +346,7 @@ class AsyncClient(_TypedErrors):
     ) -> tuple[int, ...]:
         """Return the token ids of a text or of a conversation, as `generate` would use them."""
         request = tokenize_request(prompt, model, add_special_tokens, chat)
-        with self._typed_errors():
+        with self._typed_errors(self._timeout_s):
             return tuple(
                 (await self._stub.Tokenize(request, timeout=self._timeout_s, metadata=self._metadata)).token_ids
             )
@@ -353,12 +354,12 @@ class AsyncClient(_TypedErrors):
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         request = detokenize_request(token_ids, model, skip_special_tokens)
-        with self._typed_errors():
+        with self._typed_errors(self._timeout_s):
             return (await self._stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)).text
 
     async def models(self) -> list[ModelInfo]:
         """Return the models that the cluster serves."""
-        with self._typed_errors():
+        with self._typed_errors(self._timeout_s):
             return to_models(
                 await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s, metadata=self._metadata)
             )
@@ -370,7 +371,7 @@ class AsyncClient(_TypedErrors):
         while (left_s := min(deadline - time.monotonic(), MAX_TIMEOUT_S)) > 0:
             # A router that is not there yet is waited for, and one that goes away again is too.
             try:
-                with self._typed_errors():
+                with self._typed_errors(left_s):
                     response = await self._stub.ListModels(
                         pb.ListModelsRequest(), timeout=left_s, metadata=self._metadata
                     )

@@ -36,6 +36,8 @@ from router.message_content import content_text
 MAX_TIMEOUT_S = 1e9
 """As over HTTP."""
 
+WAS_CLOSED = "the client was closed"
+
 _M = TypeVar("_M", bound=Message)
 _REQUEST_OPTIONS = ("model", "priority", "cache_salt", "request_id", "target_ttft_s", "target_tpot_s")
 
@@ -139,8 +141,8 @@ def to_models(response: pb.ListModelsResponse) -> list[ModelInfo]:
     ]
 
 
-def to_error(error: grpc.RpcError) -> ClientError:
-    """Return the typed error of a failed call."""
+def to_error(error: grpc.RpcError, *, timeout_s: float | None, is_closed: bool) -> ClientError:
+    """Return the typed error of a failed call, which had so long, by a client that may be closed."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), "the errors of calls say their status"
     code = error.code()
     retry_after_ms = dict(error.trailing_metadata() or ()).get("retry-after-ms")
@@ -148,7 +150,12 @@ def to_error(error: grpc.RpcError) -> ClientError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_after_ms is None:
         kind = BadRequestError
     retry_after_s = None if retry_after_ms is None else float(retry_after_ms) / 1000
-    return kind(error.details() or code.name, code=code, retry_after_s=retry_after_s)
+    message = error.details() or code.name
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline exceeded" in message.lower():  # gRPC's words, here
+        message = f"the call did not end within {timeout_s} s"
+    elif code is grpc.StatusCode.CANCELLED and is_closed:
+        message = WAS_CLOSED
+    return kind(message, code=code, retry_after_s=retry_after_s)
 
 
 @contextmanager

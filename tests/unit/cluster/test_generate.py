@@ -52,6 +52,8 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
             await asyncio.to_thread(send, tls=replace(trusting, server_name="other.example.org"), api_key="wk-1")
         with pytest.raises(RequestError, match="unauthenticated: the API key is not known"):
             await asyncio.to_thread(send, tls=trusting, api_key="wk-2")
+        with pytest.raises(RequestError, match=r"^unavailable: .*; a router with TLS wants --tls-ca$"):
+            await asyncio.to_thread(send, tls=None, api_key="wk-1")
 
 
 COMMANDS = pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]], ids=["generate", "chat"])

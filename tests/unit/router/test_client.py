@@ -395,6 +395,7 @@ async def test_timeout_is_a_deadline_that_the_router_sees(
     )
 
     assert [type(error) for error in errors] == [DeadlineError, DeadlineError]
+    assert {str(error) for error in errors} == {"the call did not end within 1.5 s"}
     await dispatch.wait_for_aborts(2)
     for call in dispatch.calls:
         assert call.timeout_s is not None
@@ -465,7 +466,7 @@ async def test_closing_the_client_ends_its_calls(target: str, dispatch: FakeDisp
 
     client.close()
 
-    with pytest.raises(CallCancelledError):
+    with pytest.raises(CallCancelledError, match=r"^the client was closed$"):
         await asking
     await dispatch.wait_for_aborts(1)
 
@@ -479,7 +480,7 @@ async def test_closing_the_async_client_ends_its_calls(target: str, dispatch: Fa
 
     await client.close()
 
-    with pytest.raises(CallCancelledError):
+    with pytest.raises(CallCancelledError, match=r"^the client was closed$"):
         await asking
     await dispatch.wait_for_aborts(1)
 
