@@ -68,12 +68,13 @@ _UNSERVED: Mapping[str, str] = {
     "stop_regex": "only strings and token ids stop a text",
     "no_stop_trim": "include_stop_str_in_output keeps what stops a text",
     "thinking_token_budget": "thinking is not bounded apart from the answer",
+    "thinking_budget": "thinking is not bounded apart from the answer",
     "repetition_detection": "repetition_detection is not supported",
     "lora_path": "adapters are not supported",
     "no_repeat_ngram_size": "no_repeat_ngram_size is not supported",
     "audio": "only text is generated",
+    "mm_processor_kwargs": "only text is taken",
     "prediction": "predicted outputs are not supported",
-    "web_search_options": "there is no web search",
     "prompt_embeds": "prompts are text or token ids",
     "truncate_prompt_tokens": "prompts are not truncated; send what fits into the context",
     "allowed_token_ids": "allowed_token_ids is not supported yet",
@@ -100,6 +101,10 @@ _UNSERVED_SAMPLING: Mapping[str, int] = {
     "dry_multiplier": 0,
     "repeat_penalty": 1,
     "top_a": 0,
+    "eta_cutoff": 0,
+    "epsilon_cutoff": 0,
+    "tfs": 1,
+    "tfs_z": 1,
 }
 """Numbers that are not served, and those that turn them off."""
 
@@ -107,8 +112,9 @@ _ELSEWHERE: Mapping[str, str] = {
     "max_new_tokens": "max_tokens",
     "input_ids": "prompt",
     "enable_thinking": "chat_template_kwargs with enable_thinking in it",
+    "web_search_options": "none, for there is no web search",
 }
-"""Fields that are refused with any value, since another one says the same."""
+"""Fields that are refused with any value, even an empty one, and those that say the same."""
 
 _LIMITED = (
     *_UNSERVED_SAMPLING,
@@ -118,6 +124,8 @@ _LIMITED = (
     "add_special_tokens",
     "response_format",
     "best_of",
+    "include_reasoning",
+    "verbosity",
 )
 """Fields of which some values are served."""
 
@@ -136,6 +144,7 @@ _FLAGS = (
     "return_token_strs",
     "add_special_tokens",
     "echo",
+    "include_reasoning",
 )
 """Fields that are true or false, in whatever way that is written."""
 
@@ -203,6 +212,8 @@ def refuse_unserved(
         "add_special_tokens": add_special_tokens,
         "response_format": (None, {"type": "text"}),
         "best_of": (None, 1, n),
+        "include_reasoning": (None, True),
+        "verbosity": (None, "medium"),
         **{name: (None, off) for name, off in _UNSERVED_SAMPLING.items()},
     }
     for name in _LIMITED:

@@ -127,6 +127,10 @@ async def test_every_form_of_prompt_becomes_a_call_for_each(
         ({"thinking_token_budget": 0}, "thinking_token_budget", "not bounded apart"),
         ({"suppress_tokens": [5]}, "suppress_tokens", "not supported yet"),
         ({"typical_p": 0.5}, "typical_p", "typical_p is 0.5, which is not supported yet; allowed: 1"),
+        ({"eta_cutoff": 0.1}, "eta_cutoff", "allowed: 0"),
+        ({"epsilon_cutoff": 0.1}, "epsilon_cutoff", "allowed: 0"),
+        ({"tfs": 0.9}, "tfs", "allowed: 1"),
+        ({"tfs_z": 0.9}, "tfs_z", "allowed: 1"),
         ({"mirostat": 2}, "mirostat", "mirostat is 2, which is not supported yet; allowed: 0"),
         ({"max_new_tokens": 5}, "max_new_tokens", "max_new_tokens is set; allowed: max_tokens"),
         ({"input_ids": [1]}, "input_ids", "input_ids is set; allowed: prompt"),
@@ -185,6 +189,11 @@ async def test_completion_that_is_refused_names_the_field(
             "add_generation_prompt and continue_final_message are both true; allowed: one of them",
         ),
         ({"enable_thinking": False}, "enable_thinking", "allowed: chat_template_kwargs with enable_thinking in it"),
+        ({"web_search_options": {}}, "web_search_options", "allowed: none, for there is no web search"),
+        ({"include_reasoning": False}, "include_reasoning", "is false, which is not supported yet; allowed: true"),
+        ({"thinking_budget": 0}, "thinking_budget", "thinking is not bounded"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "only text is taken"),
+        ({"verbosity": "low"}, "verbosity", 'is "low", which is not supported yet; allowed: "medium"'),
         ({"reasoning_effort": "much"}, "reasoning_effort", "Invalid enum value 'much'"),
         ({"chat_template_kwargs": ["think"]}, "chat_template_kwargs", "chat_template_kwargs has a value"),
         ({"chat_template_kwargs": {"a": "x" * 17_000}}, "chat_template_kwargs", "17008 bytes; allowed: at most 16384"),
@@ -394,6 +403,13 @@ async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient)
     nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "echo": False}
     nothing |= {"stop_regex": "", "typical_p": 1.0, "mirostat": 0, "repeat_penalty": 1, "enable_thinking": None}
     nothing |= {"use_beam_search": "false", "return_token_ids": 0, "best_of": "1", "top_a": "0"}
+    nothing |= {
+        "tfs": 1,
+        "eta_cutoff": 0,
+        "include_reasoning": "true",
+        "verbosity": "medium",
+        "mm_processor_kwargs": {},
+    }
     unknown = {"a_field_of_next_year": {"deep": [1, 2]}}
 
     response = await chat(http, **labels, **nothing, **unknown, add_special_tokens=False, modalities=["text"])
