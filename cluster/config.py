@@ -24,7 +24,7 @@ from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from router.config import PolicyName, Port, RouterConfig, TracingConfig
-from router.config_faults import describe_faults
+from router.config_faults import NO_BLANKS, describe_faults
 from router.settings import RouterSettings, Section
 from router.tls import InnerTls, TlsFiles
 from workers.config import (
@@ -101,7 +101,7 @@ class ModelSection(Section):
 
     path: str = DEFAULT_MODEL
     """A folder in Hugging Face layout, a packaged name or a hub id."""
-    name: Annotated[str, Field(max_length=128, pattern=r"^[^\x00-\x20\x7f]*$")] | None = None
+    name: Annotated[str, Field(max_length=128, pattern=NO_BLANKS)] | None = None
     """What clients call it, no blanks in it; None: the last part of `path`."""
     replicas: Annotated[int, Field(ge=0)] = 1
     """Number of replica groups, at most MAX_REPLICAS."""

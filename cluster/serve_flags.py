@@ -168,7 +168,7 @@ class CacheFlags:
     ] = None
     cpu_cache_gb: Annotated[
         float | None,
-        _of_cache(help="KV cache of each rank on a CPU, in GiB."),
+        _of_cache(min=0, help="KV cache of each rank on a CPU, in GiB."),
         Setting("models[0].cache.cpu_cache_bytes", unit=2**30),
     ] = None
     prefix_caching: Annotated[
@@ -178,7 +178,7 @@ class CacheFlags:
     ] = None
     host_cache_gb: Annotated[
         float | None,
-        _of_cache(help="Host memory of each rank for evicted KV blocks, in GiB."),
+        _of_cache(min=0, help="Host memory of each rank for evicted KV blocks, in GiB."),
         Setting("models[0].cache.host_cache_bytes", unit=2**30),
     ] = None
 

@@ -9,6 +9,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+NO_BLANKS = r"^[^\x00-\x20\x7f]*$"
+"""Pattern of names."""
+
 
 def describe_faults(kind: type[BaseModel], error: ValidationError) -> str:
     """Return the lines for data that are no such section."""
@@ -34,6 +37,8 @@ def _describe(kind: type[BaseModel], fault: Any) -> str:
             return f"{path}: missing"
         case "too_short":
             return f"{path}: {_shown(fault['input'])}; allowed: at least {fault['ctx']['min_length']} entries"
+        case "string_pattern_mismatch" if fault["ctx"]["pattern"] == NO_BLANKS:
+            return f"{path}: {_shown(fault['input'])}; allowed: no blanks or control characters in it"
         case "value_error":
             return f"{path}: {fault['ctx']['error']}"
         case _:

@@ -531,6 +531,12 @@ def test_files_that_cannot_be_written_are_told_before_anything_is_sent(tmp_path:
     assert "cannot be written: No such file" in str(result.exception)
 
 
+def test_a_top_p_that_no_service_takes_is_refused_at_its_flag() -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", "--top-p", "0"])
+    assert result.exit_code == 2
+    assert "Invalid value for '--top-p'" in result.output
+
+
 def test_address_says_the_protocol() -> None:
     prompts = PromptFlags()
     assert parse_target(ServiceFlags(), prompts).address == "127.0.0.1:50051"

@@ -110,6 +110,13 @@ def test_settings_of_flags_are_those_of_a_cluster_file() -> None:
     assert served.engine.cache.host_cache_bytes == 2**29
 
 
+@pytest.mark.parametrize("flag", ["--host-cache-gb", "--cpu-cache-gb"])
+def test_size_below_zero_is_refused_at_its_flag(flag: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "/none", flag, "-1"])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{flag}'" in result.output
+
+
 @pytest.mark.parametrize("size_gb", [float("nan"), float("inf")])
 def test_size_that_is_no_number_is_told(size_gb: float) -> None:
     with pytest.raises(ClusterConfigError, match=r"models\[0\]\.cache\.host_cache_bytes: (nan|inf); allowed: a finite"):
