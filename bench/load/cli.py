@@ -83,7 +83,7 @@ def offline(*, engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags, jso
 
 
 @with_flags
-def simulate(*, replica: SimulateFlags, cluster: ClusterFlags) -> None:
+def simulate(*, replica: SimulateFlags, cluster: ClusterFlags, json_file: Json = None) -> None:
     """Compare scheduling policies of a replica, or routing policies of a cluster, in virtual time.
 
     Scheduler, policies and autoscaler are the real ones; steps take what a formula says.
@@ -112,11 +112,11 @@ def simulate(*, replica: SimulateFlags, cluster: ClusterFlags) -> None:
         if idle := given(cluster):
             names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
             raise BenchConfigError(f"{names}: allowed with --replicas")
-        simulate_replica(options)
+        simulate_replica(options, json_file=json_file)
     else:
         from bench.simulation.routing_policies import parse_cluster, simulate_cluster
 
-        simulate_cluster(parse_cluster(options, cluster))
+        simulate_cluster(parse_cluster(options, cluster), json_file=json_file)
 
 
 def replay(

@@ -74,6 +74,8 @@ class ClusterOutcome:
     """Times that a request went on elsewhere because its replica broke or left."""
     num_preemptions: int
     scalings: tuple[tuple[float, int, str], ...]
+    idle_failures: tuple[tuple[float, int], ...]
+    """The failures that were asked for, and of which no replica died."""
     num_choices: int
     num_steps: int
     route_us: float = dataclasses.field(compare=False)
@@ -209,6 +211,7 @@ class SimulatedCluster:
             num_moves=sum(record.num_moves for record in records),
             num_preemptions=sum(each.num_preemptions for each in counters),
             scalings=tuple(controller.scalings),
+            idle_failures=tuple(controller.idle_failures),
             num_choices=num_choices,
             num_steps=sum(replica.num_steps for replica in replicas),
             route_us=sum(router.routing_cpu_s for router in self.routers) / max(1, num_choices) * 1e6,

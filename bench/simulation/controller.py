@@ -82,6 +82,8 @@ class SimulatedController:
         """All replicas that were READY once."""
         self.scalings: list[tuple[float, int, str]] = []
         """When, to how many, and why."""
+        self.idle_failures = list(settings.failures)
+        """The failures of the settings of which no replica has died."""
         self.most_replicas = settings.replicas
         self.wanted = settings.replicas
         self._settings = settings
@@ -114,8 +116,8 @@ class SimulatedController:
         if self._autoscaler is not None:
             self._time.every(LOOK_S, self._look)
             self._time.every(REPORT_S, self._report)
-        for time_s, number in self._settings.failures:
-            self._time.at(time_s, lambda number=number: self._fail(number))  # type: ignore[misc]
+        for failure in self._settings.failures:
+            self._time.at(failure[0], lambda failure=failure: self._fail(failure))  # type: ignore[misc]
 
     def replica_s(self) -> float:
         """Return the time for which places were held, over all groups."""
@@ -185,11 +187,12 @@ class SimulatedController:
         if was_placed:
             self._held_s += self._time.now_s - group.placed_s
 
-    def _fail(self, number: int) -> None:
+    def _fail(self, failure: tuple[float, int]) -> None:
         """Let the replica of a group die, if it has one."""
-        group = next((group for group in self._groups if group.number == number), None)
+        group = next((group for group in self._groups if group.number == failure[1]), None)
         if group is None or group.replica is None:
             return
+        self.idle_failures.remove(failure)
         group.replica.die()
         group.replica = None
         self._held_s += self._time.now_s - group.placed_s

@@ -4,34 +4,32 @@ weft simulate --replicas 16                                        conversations
 weft simulate --replicas 16 --trace mooncake_conversation.jsonl.gz --rate 10
 weft simulate --replicas 4 --autoscale 2:32 --fail 60:1 --router-policy prefix_affinity
 
-What runs is in cluster.py; this file makes the sessions and prints what became of them.
+What runs is in cluster.py; this file makes the sessions and tells what became of them.
 """
 
 import dataclasses
 import heapq
 import itertools
-import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.errors import BenchConfigError
 from bench.load.calls import Lengths, Session
 from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take_calls
 from bench.load.flag_groups import ClusterFlags
+from bench.load.report import append_line, check_line_file, warn
 from bench.load.statistics import Distribution
-from bench.machine import describe_machine
-from bench.plain_json import to_plain
 from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulation.controller import Autoscaling, FleetSettings
 from bench.simulation.jobs import draw_times
 from bench.simulation.quiet_loggers import only_errors
 from bench.simulation.replica import ReplicaSettings
+from bench.simulation.report import outcomes_line, print_outcomes
 from bench.simulation.scheduling_policies import Options
 from cluster.autoscaler import AutoscalerConfig
 from router.config import AdmissionConfig, PolicyName, RouterConfig
@@ -76,16 +74,23 @@ class ClusterOptions:
     seed: int
 
 
-def simulate_cluster(options: ClusterOptions) -> None:
-    """Run every policy on the same sessions; print a table and one line of JSON. Raises BenchConfigError."""
+def simulate_cluster(options: ClusterOptions, *, json_file: Path | None) -> None:
+    """Run every policy on the same sessions; print a table, and add a line of JSON to the file.
+
+    Raises BenchConfigError, and BenchError when the file cannot be written.
+    """
+    if json_file is not None:
+        check_line_file(json_file)
     with only_errors("workers.roster", "router.route"):  # the first warns of each preemption
         outcomes = [
             SimulatedCluster(make_arrivals(options), _settings(options, policy)).run() for policy in options.policies
         ]
-    _print(outcomes)
-    settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "policies"}
-    line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
-    print(json.dumps(to_plain(line), allow_nan=False))
+    console = Console()
+    print_outcomes(console, [_cells(each) for each in outcomes])
+    for warning in _idle_failures(options, outcomes):
+        warn(console, warning)
+    if json_file is not None:
+        append_line(outcomes_line(options, outcomes), json_file)
 
 
 def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:
@@ -227,34 +232,31 @@ def _at_times(times_s: Iterable[float], sessions: Iterable[Session]) -> Iterator
     return (dataclasses.replace(session, at_s=at_s) for at_s, session in zip(times_s, sessions, strict=False))
 
 
-# The table
+# What is told
 
 
-def _print(outcomes: Sequence[ClusterOutcome]) -> None:
-    columns = (
-        "policy|tokens/s|TTFT p50|p99|TPOT p50|p99|completion mean|on time|prefix hits|busy|busiest|most requests|"
-        "replica-seconds|replicas|moved|ended otherwise"
-    )
-    table = Table(*columns.split("|"))
-    for each in outcomes:
-        completion = each.completion_s
-        table.add_row(
-            each.policy,
-            f"{each.output_rate:.0f}",
-            *_shown(each.ttft_s, "s", 1.0),
-            *_shown(each.tpot_s, "ms", 1e3),
-            "-" if completion is None else f"{completion.mean:.2f} s",
-            f"{each.on_time_share:.1%}",
-            f"{each.hit_share:.1%}",
-            f"{each.busy_share:.0%}",
-            f"x {each.busy_imbalance:.2f}",
-            f"x {each.load_imbalance:.2f}",
-            f"{each.replica_s:.0f}",
-            f"{each.most_replicas}, {each.last_replicas} at the end" if each.scalings else str(each.last_replicas),
-            str(each.num_moves),
-            ", ".join(f"{number} {end}" for end, number in each.ends.items() if end != "stop") or "0",
-        )
-    Console(width=230).print(table)
+def _cells(outcome: ClusterOutcome) -> dict[str, str]:
+    completion = outcome.completion_s
+    (ttft_p50, ttft_p99), (tpot_p50, tpot_p99) = _shown(outcome.ttft_s, "s", 1.0), _shown(outcome.tpot_s, "ms", 1e3)
+    last = str(outcome.last_replicas)
+    return {
+        "policy": outcome.policy,
+        "tokens/s": f"{outcome.output_rate:.0f}",
+        "TTFT p50": ttft_p50,
+        "TTFT p99": ttft_p99,
+        "TPOT p50": tpot_p50,
+        "TPOT p99": tpot_p99,
+        "completion mean": "-" if completion is None else f"{completion.mean:.2f} s",
+        "on time": f"{outcome.on_time_share:.1%}",
+        "prefix hits": f"{outcome.hit_share:.1%}",
+        "busy": f"{outcome.busy_share:.0%}",
+        "busiest": f"x {outcome.busy_imbalance:.2f}",
+        "most requests": f"x {outcome.load_imbalance:.2f}",
+        "replica-seconds": f"{outcome.replica_s:.0f}",
+        "replicas": f"{outcome.most_replicas}, {last} at the end" if outcome.scalings else last,
+        "moved": str(outcome.num_moves),
+        "ended otherwise": ", ".join(f"{number} {end}" for end, number in outcome.ends.items() if end != "stop") or "0",
+    }
 
 
 def _shown(times: Distribution | None, unit: str, factor: float) -> tuple[str, str]:
@@ -262,3 +264,12 @@ def _shown(times: Distribution | None, unit: str, factor: float) -> tuple[str, s
     if times is None:
         return "-", "-"
     return f"{times.p50 * factor:.2f} {unit}", f"{times.p99 * factor:.2f} {unit}"
+
+
+def _idle_failures(options: ClusterOptions, outcomes: Sequence[ClusterOutcome]) -> Iterator[str]:
+    """Yield a warning of each failure that changed nothing."""
+    for time_s, number in dict.fromkeys(options.fleet.failures):
+        policies = [each.policy for each in outcomes if (time_s, number) in each.idle_failures]
+        if policies:
+            why = "the load had ended, or no such replica was READY"
+            yield f"--fail {time_s:g}:{number} did nothing under {', '.join(policies)}: {why}"

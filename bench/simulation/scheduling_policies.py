@@ -6,7 +6,6 @@ weft simulate --policy fcfs,mlfq --num-seqs 16 --num-blocks 800
 """
 
 import dataclasses
-import json
 import math
 import time
 from collections import deque
@@ -15,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.errors import BenchConfigError
+from bench.load.report import append_line, check_line_file
 from bench.load.statistics import Distribution
-from bench.machine import describe_machine
-from bench.plain_json import to_plain
 from bench.simulation.jobs import DEFAULT_RATE, Job, draw_jobs, read_jobs, with_deadlines
 from bench.simulation.quiet_loggers import only_errors
+from bench.simulation.report import outcomes_line, print_outcomes
 from bench.simulation.step_cost import StepCost
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.kv_cache_manager import KVCacheManager
@@ -173,16 +171,20 @@ class Options:
     seed: int
 
 
-def simulate(options: Options) -> None:
-    """Run every policy on the same requests; print a table and one line of JSON. Raises BenchConfigError."""
+def simulate(options: Options, *, json_file: Path | None) -> None:
+    """Run every policy on the same requests; print a table, and add a line of JSON to the file.
+
+    Raises BenchConfigError, and BenchError when the file cannot be written.
+    """
     _check_cost(options.cost)
+    if json_file is not None:
+        check_line_file(json_file)
     jobs = _jobs(options)
     with only_errors("workers.roster"):  # it warns of each preemption
         outcomes = [_run(jobs, policy, options) for policy in options.policies]
-    _print(outcomes)
-    settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "policies"}
-    line = {"machine": describe_machine(), "settings": settings, "outcomes": list(map(dataclasses.asdict, outcomes))}
-    print(json.dumps(to_plain(line), allow_nan=False))
+    print_outcomes(Console(), [_cells(each) for each in outcomes])
+    if json_file is not None:
+        append_line(outcomes_line(options, outcomes), json_file)
 
 
 def parse_policies(names: str) -> tuple[SchedulingPolicy, ...]:
@@ -221,15 +223,21 @@ def _jobs(options: Options) -> list[Job]:
     return jobs
 
 
-def _print(outcomes: Sequence[Outcome]) -> None:
-    columns = "policy|completion mean|p50|p99|slowdown mean|urgent mean|TTFT mean|p99|longest wait|tokens/s"
-    table = Table(*columns.split("|"), "expired", "preempted", "recomputed", "CPU/step")
-    for outcome in outcomes:
-        completion, ttft = outcome.completion_s, outcome.ttft_s
-        times = [completion.mean, completion.p50, completion.p99, outcome.urgent_s, ttft.mean, ttft.p99, outcome.wait_s]
-        cells = [f"{value:.2f} s" for value in times]
-        cells.insert(3, f"{outcome.slowdown.mean:.1f}")
-        counts = [f"{outcome.output_rate:.0f}", str(outcome.num_expired), str(outcome.num_preemptions)]
-        shares = [f"{outcome.recomputed_share:.1%}", f"{outcome.cpu_s / outcome.num_steps * 1e3:.2f} ms"]
-        table.add_row(outcome.policy, *cells, *counts, *shares)
-    Console(width=200).print(table)
+def _cells(outcome: Outcome) -> dict[str, str]:
+    completion, ttft = outcome.completion_s, outcome.ttft_s
+    return {
+        "policy": outcome.policy,
+        "completion mean": f"{completion.mean:.2f} s",
+        "completion p50": f"{completion.p50:.2f} s",
+        "completion p99": f"{completion.p99:.2f} s",
+        "slowdown mean": f"{outcome.slowdown.mean:.1f}",
+        "urgent mean": f"{outcome.urgent_s:.2f} s",
+        "TTFT mean": f"{ttft.mean:.2f} s",
+        "TTFT p99": f"{ttft.p99:.2f} s",
+        "longest wait": f"{outcome.wait_s:.2f} s",
+        "tokens/s": f"{outcome.output_rate:.0f}",
+        "expired": str(outcome.num_expired),
+        "preempted": str(outcome.num_preemptions),
+        "recomputed": f"{outcome.recomputed_share:.1%}",
+        "CPU/step": f"{outcome.cpu_s / outcome.num_steps * 1e3:.2f} ms",
+    }

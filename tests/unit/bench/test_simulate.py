@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench.errors import BenchConfigError
+from bench.errors import BenchConfigError, BenchError
 from bench.simulation.jobs import Job, draw_jobs, read_jobs, with_deadlines
 from bench.simulation.scheduling_policies import Outcome, Simulation
 from bench.simulation.step_cost import StepCost
@@ -122,9 +122,10 @@ def test_one_request_may_take_less_time_than_the_clock_can_tell() -> None:
     assert outcome.completion_s.max == 0
 
 
-def test_every_policy_is_simulated_unless_told_otherwise() -> None:
-    result = CliRunner().invoke(app, ["simulate", "--requests", "5"], catch_exceptions=False)
-    outcomes = json.loads(result.stdout.splitlines()[-1])["outcomes"]
+def test_every_policy_is_simulated_unless_told_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    CliRunner().invoke(app, ["simulate", "--requests", "5", "--json", str(file)], catch_exceptions=False)
+    outcomes = json.loads(file.read_text())["outcomes"]
     assert [outcome["policy"] for outcome in outcomes] == list(SchedulingPolicy)
 
 
@@ -133,10 +134,18 @@ def test_an_unknown_policy_is_refused_with_those_allowed() -> None:
         CliRunner().invoke(app, ["simulate", "--policy", "fcfs,lifo"], catch_exceptions=False)
 
 
-def test_command_prints_a_table_and_one_line_of_json() -> None:
-    arguments = ["simulate", "--requests", "20", "--policy", "fcfs,mlfq", "--deadlines", "--num-blocks", "400"]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_simulated(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="cannot be written: No such file"):
+        CliRunner().invoke(app, ["simulate", "--json", str(tmp_path / "none" / "lines")], catch_exceptions=False)
+
+
+def test_command_prints_a_table_of_80_columns_and_adds_a_line_of_json(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    arguments = ["simulate", "--requests", "20", "--deadlines", "--num-blocks", "400", "--json", str(file)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False, env={"COLUMNS": "80"})
     assert result.exit_code == 0
-    *table, line = result.stdout.splitlines()
-    assert any("mlfq" in row for row in table)
-    assert [outcome["policy"] for outcome in json.loads(line)["outcomes"]] == ["fcfs", "mlfq"]
+    heads, _, *rows = (line.split() for line in result.stdout.splitlines() if line.strip())
+    assert heads == ["policy", *SchedulingPolicy]
+    assert rows[-1][0] == "CPU/step"
+    outcome = json.loads(file.read_text())["outcomes"][0]
+    assert ["tokens/s", f"{outcome['output_rate']:.0f}"] in [row[:2] for row in rows]

@@ -228,25 +228,39 @@ def test_a_thousand_replicas_serve() -> None:
 # The command
 
 
-def run_command(*arguments: str) -> list[str]:
-    result = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+def run_command(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False, env={"COLUMNS": "80"})
     assert result.exit_code == 0
-    return result.stdout.splitlines()
+    return result.stdout
 
 
-def test_command_prints_a_table_and_one_line_of_json(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
+def run_line(file: Path, *arguments: str) -> str:
+    run_command(*arguments, "--json", str(file))
+    return file.read_text()
+
+
+def test_command_prints_a_table_of_80_columns_and_adds_a_line_of_json(tmp_path: Path) -> None:
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "lines"
     lines = [{"timestamp": 500 * i, "input_length": 600, "output_length": 8, "hash_ids": [0, i]} for i in range(20)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     arguments = ["--trace", str(trace), "--copies", "3", "--rate", "20", "--fail", "1:0", "--autoscale", "2:4"]
 
-    *table, line = run_command("--replicas", "3", "--router-policy", "round_robin,prefix_affinity", *arguments)
+    output = run_command("--replicas", "3", *arguments, "--json", str(file))
 
-    assert any("prefix_affinity" in row for row in table)
-    outcomes = json.loads(line)["outcomes"]
-    assert [outcome["policy"] for outcome in outcomes] == ["round_robin", "prefix_affinity"]
-    assert [outcome["ends"] for outcome in outcomes] == [{"stop": 60}] * 2
+    heads, _, *rows = (line.split() for line in output.splitlines() if line.strip())
+    outcomes = json.loads(file.read_text())["outcomes"]
+    assert heads == ["policy", *PolicyName] == ["policy", *(outcome["policy"] for outcome in outcomes)]
+    assert ["moved", *(str(outcome["num_moves"]) for outcome in outcomes)] in rows
+    assert [outcome["ends"] for outcome in outcomes] == [{"stop": 60}] * 4
     assert outcomes[0]["duration_s"] == pytest.approx(3.0, abs=1.0)
+    assert "Warning" not in output
+
+
+def test_a_failure_of_which_nothing_died_is_told() -> None:
+    failures = ["--fail", "0.5:0", "--fail", "900:1"]
+    output = run_command("--replicas", "2", "--requests", "10", "--router-policy", "round_robin", *failures)
+    assert output.count("Warning") == 1
+    assert "Warning: --fail 900:1 did nothing under round_robin: the load had ended" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(("arguments", "duration_s"), [(["--rate", "20"], 30), ([], 100)])
@@ -257,14 +271,14 @@ def test_requests_of_a_trace_without_times_arrive_at_random(
     trace.write_text("\n".join(json.dumps({"input_length": 60, "output_length": 4}) for _ in range(200)))
 
     flags = ["--replicas", "3", "--router-policy", "round_robin", "--trace", str(trace), "--copies", "3"]
-    (outcome,) = json.loads(run_command(*flags, *arguments)[-1])["outcomes"]
+    (outcome,) = json.loads(run_line(tmp_path / "lines", *flags, *arguments))["outcomes"]
 
     assert outcome["ends"] == {"stop": 600}
     assert outcome["duration_s"] == pytest.approx(duration_s, rel=0.2)
 
 
-def test_every_routing_policy_is_simulated_unless_told_otherwise() -> None:
-    outcomes = json.loads(run_command("--replicas", "2", "--requests", "10")[-1])["outcomes"]
+def test_every_routing_policy_is_simulated_unless_told_otherwise(tmp_path: Path) -> None:
+    outcomes = json.loads(run_line(tmp_path / "lines", "--replicas", "2", "--requests", "10"))["outcomes"]
     assert [outcome["policy"] for outcome in outcomes] == list(PolicyName)
 
 
@@ -287,10 +301,11 @@ def test_wrong_flags_are_refused_with_those_allowed(arguments: list[str], messag
         CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
 
 
-def test_request_that_comes_at_the_start_counts_and_its_line_is_json() -> None:
+def test_request_that_comes_at_the_start_counts_and_its_line_is_json(tmp_path: Path) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
-    line = json.loads(run_command("--replicas", "2", "--requests", "1", "--rate", "inf")[-1], parse_constant=refuse)
-    assert line["settings"]["rate"] == "inf"
+    flags = ["--replicas", "2", "--requests", "1", "--rate", "inf"]
+    line = json.loads(run_line(tmp_path / "lines", *flags), parse_constant=refuse)
+    assert (line["benchmark"], line["arguments"]["rate"]) == ("simulate", "inf")
     assert {outcome["on_time_share"] for outcome in line["outcomes"]} == {1.0}
