@@ -2,9 +2,11 @@
 
 import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,11 +73,17 @@ def plot_sweep(points: Sequence[Point], folder: Path, *, title: str) -> Path:
 def _draw(
     axes: "Axes", points: Sequence[Point], value: Callable[[Point], float], label: str, *, linestyle: str = "-"
 ) -> None:
-    """The loads that have a number as a line, the others as crosses of its colour."""
+    """The loads that have a number as circles and a line through the mean of each, the others as crosses."""
     numbered = sorted((number, value(point)) for point in points if (number := _number(point.load)) is not None)
     others = [(point.summary.request_rate, value(point)) for point in points if _number(point.load) is None]
-    (line,) = axes.plot(*_columns(numbered), marker="o", linestyle=linestyle, label=label)
-    axes.plot(*_columns(others), marker="x", linestyle="", color=line.get_color())
+    means = [
+        (number, statistics.fmean(y for _, y in places))
+        for number, places in groupby(numbered, key=lambda each: each[0])
+    ]
+    (line,) = axes.plot(*_columns(means), linestyle=linestyle, label=label)
+    for marker, places in (("o", numbered), ("x", others)):  # whole at the edges too
+        if places:
+            axes.plot(*_columns(places), marker=marker, linestyle="", color=line.get_color(), clip_on=False)
 
 
 def _columns(places: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

@@ -405,9 +405,26 @@ async def test_loads_without_a_number_are_apart_from_the_line(
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: drawn.append(figure))
     plot_sweep(points, tmp_path, title="t")
     for axes in drawn[0].axes:
-        line, crosses = axes.lines[:2]
+        line, _, crosses = axes.lines[:3]
         assert list(line.get_xdata()) == [1.0, 4.0]
         assert (list(crosses.get_xdata()), crosses.get_linestyle()) == ([point.summary.request_rate], "None")
+
+
+async def test_the_line_goes_through_the_mean_of_a_load_that_is_repeated(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    (point,) = (await measure(options(target(router, Protocol.GRPC), num_requests=2))).points
+    points = [
+        replace(point, load=ClosedLoop(concurrency=number), summary=replace(point.summary, output_rate=rate))
+        for number, rate in ((4, 100.0), (1, 30.0), (4, 120.0))
+    ]
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: drawn.append(figure))
+    plot_sweep(points, tmp_path, title="t")
+    line, circles = drawn[0].axes[2].lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 4], [30.0, 110.0])
+    assert (list(circles.get_xdata()), list(circles.get_ydata())) == ([1, 4, 4], [30.0, 100.0, 120.0])
+    assert not circles.get_clip_on()
 
 
 async def test_plot_that_cannot_be_written_is_told(
