@@ -150,12 +150,12 @@ def print_offline(console: Console, model: str, result: "OfflineResult") -> None
         highlight=False,
     )
     cells = {name: _offline_cells(result, name) for name in result.repeats}
-    shown = [title for title in _OFFLINE_COLUMNS if any(row[title] != "-" for row in cells.values())]
-    table = Table("", *shown, title="output tokens, medians of the repeats", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name, row in cells.items():
-        table.add_row(name, *(row[title] for title in shown))
-    for column in table.columns:
-        column.no_wrap = " " not in str(column.header)
+    table = Table("", *cells, title="output tokens, medians of the repeats", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in _OFFLINE_ROWS:
+        if any(column[title] != "-" for column in cells.values()):
+            table.add_row(title, *(column[title] for column in cells.values()))
+    for column in table.columns[1:]:
+        column.justify = "right"
     console.print(table)
     if any(_is_contended(repeat) for repeats in result.repeats.values() for repeat in repeats):
         console.print("* other processes kept more than a tenth of a core busy", highlight=False)
@@ -290,14 +290,14 @@ def _short_name(load: Load) -> str:
             return f"{load.concurrency} at a time"
 
 
-_OFFLINE_COLUMNS = (
+_OFFLINE_ROWS = (
     *("tokens/s", "good tokens/s", "each repeat", "TTFT ms", "TPOT ms"),
     *("MBU", "FLOPs", "idle", "GB", "J/token"),
 )
 
 
 def _offline_cells(result: "OfflineResult", name: str) -> dict[str, str]:
-    """Return one workload's row: "-" where nothing tells or nobody asks."""
+    """Return one workload's column: "-" where nothing tells or nobody asks."""
     repeats = result.repeats[name]
     cells = (
         _number(result.median(name, lambda repeat: repeat.summary.output_rate)),
@@ -311,7 +311,7 @@ def _offline_cells(result: "OfflineResult", name: str) -> dict[str, str]:
         f"{max(repeat.peak_memory_bytes for repeat in repeats) / 1e9:.2f}",
         _number(result.median(name, _joules_per_token)),
     )
-    return dict(zip(_OFFLINE_COLUMNS, cells, strict=True))
+    return dict(zip(_OFFLINE_ROWS, cells, strict=True))
 
 
 def _each(repeat: "Repeat") -> str:
