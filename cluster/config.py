@@ -299,18 +299,17 @@ class ClusterFile(Section):
 
 
 def load_cluster_file(path: Path) -> dict[str, Any]:
-    """Return the YAML file's mapping, not yet checked. Raises ClusterConfigError when it cannot be read."""
+    """Return the YAML file's mapping, not yet checked. Raises ClusterConfigError when there is none."""
     try:
         data = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ClusterConfigError(f"{path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ClusterConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    if data is None:
-        return {}
     if not isinstance(data, dict):
-        seen, keys = type(data).__name__, ", ".join(ClusterFile.model_fields)
-        raise ClusterConfigError(f"{path}: a {seen}; allowed: a mapping with the keys {keys}")
+        seen = "an empty file" if data is None else f"a {type(data).__name__}"
+        keys = ", ".join(ClusterFile.model_fields)
+        raise ClusterConfigError(f"{path}: {seen}; allowed: a mapping with the keys {keys}")
     return data
 
 

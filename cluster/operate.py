@@ -39,7 +39,7 @@ def apply_file(client: ControlClient, path: Path, console: Console, *, dry_run: 
     """
     settings = load_cluster_file(path)
     spec = build_spec(settings)  # a fault is told without a controller too
-    if "models" not in settings:  # an empty file would put the default model in place of everything
+    if "models" not in settings:  # it would put the default model in place of everything
         raise ClusterConfigError(f"{path}: no models; allowed: a file that names every model to be served")
     models = [_as_served(section, model) for section, model in zip(settings["models"], spec.models, strict=True)]
     changes = client.apply({**settings, "models": models}, dry_run=dry_run)

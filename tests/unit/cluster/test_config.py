@@ -16,7 +16,7 @@ def fault(data: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_empty_file_serves_the_default_model_on_loopback() -> None:
+def test_without_settings_the_default_model_is_served_on_loopback() -> None:
     spec = build_spec({})
     assert [model.name for model in spec.models] == ["weft-tiny"]
     assert spec.models[0].replicas == 1
@@ -215,7 +215,12 @@ def test_section_defaults_are_those_of_the_router() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- 1\n", "a list; allowed: a mapping"), ("a: [1\n", "not YAML"), ("\xff", "a str; allowed: a mapping")],
+    [
+        ("- 1\n", "a list; allowed: a mapping"),
+        ("# models:\n", "an empty file; allowed: a mapping with the keys"),
+        ("a: [1\n", "not YAML"),
+        ("\xff", "a str; allowed: a mapping"),
+    ],
 )
 def test_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cluster.yaml"
@@ -229,10 +234,8 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         load_cluster_file(tmp_path / "none.yaml")
 
 
-def test_file_is_read_and_an_empty_one_means_the_defaults(tmp_path: Path) -> None:
+def test_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text("")
-    assert load_cluster_file(path) == {}
     path.write_text("models:\n  - path: weft-tiny\n    replicas: 2\n")
     assert build_spec(load_cluster_file(path)).models[0].replicas == 2
 

@@ -267,9 +267,9 @@ def test_faulty_file_is_refused_before_anybody_is_asked(console: Console, tmp_pa
 
 def test_file_without_models_is_refused(console: Console, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
-    for text in ("", "host: 127.0.0.1\n"):
+    for text, message in (("", "an empty file"), ("host: 127.0.0.1\n", "no models; allowed: a file that names every")):
         file.write_text(text)
-        with pytest.raises(ClusterConfigError, match="no models; allowed: a file that names every model"):
+        with pytest.raises(ClusterConfigError, match=message):
             apply_file(FakeClient().client, file, console, dry_run=False, wait_s=None)
 
 
