@@ -221,7 +221,10 @@ def chat(
     timeout: Timeout = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each answer.")] = False,
 ) -> None:
-    """Talk with a model: each line of input is a message. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Talk with a model: each line of input is a message.
+
+    Ctrl-C ends an answer; at the prompt it ends the conversation, as Ctrl-D does.
+    """
     from cluster.chat import chat as run_chat
 
     options = {
