@@ -1,4 +1,6 @@
-"""The repository's own promises: stubs are fresh, the protocol breaks no release, the wall clock is for dates."""
+"""The repository's own promises: stubs are fresh, the protocol breaks no release, the wall clock is for dates; what the
+documentation names is there.
+"""
 
 import os
 import re
@@ -6,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,9 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RELEASES = sorted((REPOSITORY / "proto/released").glob("*.binpb"))
+FOLDERS = ("bench", "cluster", "deploy", "docs", "parallel", "proto", "router", "tests", "workers")
+FILES = [path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.*")]
+PAGES = [REPOSITORY / "README.md", *(path for path in FILES if path.suffix == ".md")]
 
 
 WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|today|utcnow)\b")
@@ -93,3 +99,51 @@ def test_a_field_that_means_something_else_breaks_a_release(tmp_path: Path) -> N
     file.write_text(file.read_text().replace("string cache_salt = 6;", "bytes cache_salt = 6;"))
     result = run_buf("breaking", "--against", str(RELEASES[-1]), folder=tmp_path)
     assert 'Field "6" with name "cache_salt" on message "Submit" changed type' in result.stdout
+
+
+def test_every_dependency_has_a_line_that_says_why() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    rows = re.findall(r"^\| ([^|]+) \|", (REPOSITORY / "docs/dependencies.md").read_text(), re.MULTILINE)
+    told = {name for row in rows for name in re.sub(r" \(.*?\)", "", row).split(", ")}
+    assert {Requirement(each).name for each in chain(project["dependencies"], *extras)} <= told
+
+
+def test_links_of_the_documentation_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(REPOSITORY)}: {link}"
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page))
+        if "://" not in link and not leads_somewhere(link, page)
+    ]
+    assert not broken
+
+
+def leads_somewhere(link: str, page: Path) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.+)$", without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def without_blocks(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_files_that_the_documentation_names_are_there() -> None:
+    """Told by the last parts of their paths, as `native/threads.h` is."""
+    paths = [f"/{path.relative_to(REPOSITORY).as_posix()}" for path in FILES]
+    gone = [
+        f"{page.relative_to(REPOSITORY)}: {name}"
+        for page in PAGES
+        for code in re.findall(r"`([^`]+)`", without_blocks(page))
+        for name in re.findall(r"(?<![\w/.<>-])[\w/.-]+\.(?:py|h|proto|sh)\b", code)
+        if not any(path.endswith(f"/{name}") for path in paths)
+    ]
+    assert not gone
