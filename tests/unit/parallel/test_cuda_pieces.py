@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
+from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket
 from parallel.kernels.cuda_graphs import GraphedLayers, Recordable, Recording
@@ -145,3 +146,17 @@ def test_larger_steps_run_as_they_are() -> None:
             [make_meta([(num_tokens, num_tokens)], block_size=P, num_blocks=NUM_BLOCKS)],
         )
         assert len(recorded) == num_recorded
+
+
+def test_a_failure_of_layers_in_pieces_ends_the_step() -> None:
+    """There is no other way to record them."""
+    failures = iter([DeviceError("attention has no memory")])
+
+    def run(*_: object) -> Any:
+        raise next(failures)
+
+    layers = GraphedLayers(run, record_operations, attention=CutAttention(ReferenceKernels().attention))
+    caches = [LayerCache(*torch.zeros(2, NUM_BLOCKS, P, 1, 8))]
+    with pytest.raises(DeviceError, match="no memory"):
+        layers(torch.zeros(20, 8), [], caches, [make_meta([(20, 20)], block_size=P, num_blocks=NUM_BLOCKS)])
+    assert layers.records_whole_steps, "those are not refused"
