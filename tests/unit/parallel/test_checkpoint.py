@@ -476,6 +476,14 @@ def test_index_can_name_files_beside_it_only(folder: Path, name: str) -> None:
         _load(folder)
 
 
+def test_index_can_name_a_file_with_the_longest_of_names(folder: Path) -> None:
+    name = "a" * 243 + ".safetensors"
+    (folder / SINGLE_FILE).rename(folder / name)
+    tensors = load_file(folder / name)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    assert _load(folder)[1] == sum(tensor.nbytes for tensor in tensors.values())
+
+
 class _FakeDevice:
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         return {torch.bfloat16: torch.float16}.get(checkpoint_dtype, checkpoint_dtype)
