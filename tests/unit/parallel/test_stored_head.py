@@ -131,6 +131,24 @@ def test_head_of_another_stage_is_read_and_nothing_compared(
     assert torch.equal(last["head.weight"], head)
 
 
+@pytest.mark.parametrize("row", [0, 15, 100, 304])
+def test_a_row_that_differs_is_found_wherever_it_lies(
+    tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, row: int
+) -> None:
+    monkeypatch.setattr("parallel.stored_head._COMPARED_ELEMENTS", 1000)  # 15 rows
+    head = tensors[EMBEDDING].clone()
+    head[row, 0] += 1.0
+    assert torch.equal(_load(_write(tmp_path, tensors | {HEAD: head}), ONE_RANK)["head.weight"], head)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_nothing_is_compared_where_none_is_tied_or_one_is_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("parallel.stored_head._are_rows_equal")
+    folder = tiny_model(name)
+    description = describe_model(folder)
+    assert untie_stored_head(description, folder, mesh=ONE_RANK, dtype=torch.float32) == description
+
+
 def test_tensors_that_a_pickled_file_has_once_are_not_read_to_compare_them(
     tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,4 +162,20 @@ def test_wrong_shape_of_one_is_named(tmp_path: Path, tensors: dict[str, Tensor],
     both = tensors | {HEAD: _changed(tensors[EMBEDDING], 0.0)}
     folder = _write(tmp_path, both | {name: torch.zeros(7, 64)})
     with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \[7, 64\]; expected \[319, 64\]"):
+        load_decoder(folder, mesh=ONE_RANK, device=CPU, dtype=torch.float32, kernels=ReferenceKernels())
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (torch.zeros(320, 64), r"has shape \[320, 64\]; expected \[319, 64\]"),
+        (torch.zeros(()), r"has shape \[\]; expected \[319, 64\]"),
+        (torch.zeros(319, 64, dtype=torch.int32), "has dtype I32; allowed: F64, F32, F16, BF16"),
+    ],
+)
+def test_head_that_is_no_weight_is_named_where_its_values_are_those_of_the_embedding(
+    tmp_path: Path, tensors: dict[str, Tensor], head: Tensor, message: str
+) -> None:
+    folder = _write(tmp_path, tensors | {EMBEDDING: torch.zeros(319, 64), HEAD: head})
+    with pytest.raises(CheckpointError, match=f"tensor {HEAD} {message}"):
         load_decoder(folder, mesh=ONE_RANK, device=CPU, dtype=torch.float32, kernels=ReferenceKernels())
