@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.errors import DeviceError
-from parallel.kernels.base import AttentionMeta, LayerCache
+from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket
 from parallel.kernels.cuda_graphs import GraphedLayers, Recordable, Recording
 from parallel.kernels.cuda_pieces import CutAttention
@@ -127,6 +127,21 @@ def test_there_is_a_piece_more_than_layers_and_attention_sees_the_rows_of_the_st
         for num_rows in [sum(query for query, _ in spans)] * num_layers * (2 if step in recorded else 1)
     ]
     assert num_rows == wanted
+
+
+def test_layers_and_recordings_share_the_memory_of_the_largest() -> None:
+    """What is made during a recording would lie in its memory."""
+    attention = CutAttention(ReferenceKernels().attention)
+    cache = LayerCache(*torch.zeros(2, NUM_BLOCKS, P, 1, 8))
+    meta = make_meta([(32, 32)], block_size=P, num_blocks=NUM_BLOCKS)
+    with attention.cutting(lambda _: None, tuple):
+        results = [
+            attention(torch.zeros(num_rows, num_heads, 8), cache, meta, AttentionParams(scale=1.0))
+            for num_rows, num_heads in ((32, 4), (32, 4), (16, 4), (16, 2))
+        ]
+    first, *rest = (result.data_ptr() for result in results)
+    assert [place == first for place in rest] == [True, True, False]
+    assert [result.shape for result in results[1:]] == [(32, 4, 8), (16, 4, 8), (16, 2, 8)]
 
 
 def test_larger_steps_run_as_they_are() -> None:
