@@ -79,6 +79,21 @@ def test_both_ways_to_multiply_are_exact() -> None:
         assert torch.equal(int8_linear._multiply_integers(extremes, integers), expected)
 
 
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "has_vnni", "is_integer"),
+    [(48, 96, True, True), (48, 96, False, False), (50, 96, True, False), (48, 100, True, False)],
+)
+def test_torch_multiplies_integers_where_it_is_exact_and_takes_the_sizes(
+    monkeypatch: pytest.MonkeyPatch, num_out: int, num_in: int, has_vnni: bool, is_integer: bool
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_vnni_supported", lambda: has_vnni)
+    assert int8_linear._multiplies_integers(torch.device("cuda")), "whatever the CPU has"
+    assert not int8_linear._multiplies_integers(torch.device("meta"))
+    monkeypatch.delattr(int8_linear, "_multiply_exactly" if is_integer else "_multiply_integers")
+    weight, bias = make_case(num_out, num_in, True, torch.float32)
+    assert Int8Linear(weight, bias)(random(20, num_in, dtype=torch.float32)).shape == (20, num_out)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_product_is_close_to_that_of_the_model(dtype: torch.dtype) -> None:
     weight, bias = make_case(256, 768, True, dtype)
