@@ -188,13 +188,12 @@ def _plan(decoder: Decoder, files: Mapping[str, Path], folder: Path) -> tuple[li
 
 def _batches(plan: _Plan, max_touched: int) -> Iterator[_Batch]:
     """Reads of one file, in order, as many as one reader may map; a slice is cut up for that."""
-    limit = max_touched or 1
     for file, reads in plan.items():
         batch: list[WeightRead] = []
         num_touched = 0
         for read in reads:
-            for part in read.cut(limit):
-                if batch and num_touched + part.num_touched > limit:
+            for part in read.cut(max_touched):
+                if batch and num_touched + part.num_touched > max_touched:
                     yield _Batch(file=file, reads=batch)
                     batch, num_touched = [], 0
                 batch.append(part)

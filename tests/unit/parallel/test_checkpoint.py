@@ -162,7 +162,7 @@ def test_sharded_checkpoint_loads_as_the_single_file_does(folder: Path) -> None:
         assert torch.equal(a.tensor, b.tensor)
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 400, 20000])
+@pytest.mark.parametrize("batch_bytes", [4, 400, 20000])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slices_read_in_small_parts_are_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, batch_bytes: int
@@ -194,6 +194,25 @@ def test_slices_are_cut_into_rows_that_touch_no_more_than_allowed(
     assert all(part.num_touched <= max(max_touched, 8) for part in parts)
     assert sum(part.num_touched for part in parts) == read.num_touched == 8 * len(wanted)
     assert sum(part.num_elements for part in parts) == wanted.numel()
+
+
+@pytest.mark.parametrize(
+    ("max_touched", "batches"),
+    [
+        (24, [("a", [16, 8]), ("a", [8]), ("a", [24]), ("a", [24]), ("b", [16]), ("b", [16])]),
+        (1000, [("a", [16, 8, 8, 48]), ("b", [32])]),
+        (4, [*[("a", [8])] * 10, *[("b", [8])] * 4]),  # less than a row
+    ],
+)
+def test_a_reader_is_given_as_much_of_a_file_as_it_may_touch(
+    max_touched: int, batches: list[tuple[str, list[int]]]
+) -> None:
+    def rows(count: int) -> WeightRead:
+        return WeightRead(name="w", shape=(count, 8), dim=0, start=0, stop=count, target=torch.zeros(count, 8))
+
+    plan = {Path("a"): [rows(2), rows(1), rows(1), rows(6)], Path("b"): [rows(4)]}
+    given = checkpoint._batches(plan, max_touched)
+    assert [(batch.file.name, [part.num_touched for part in batch.reads]) for batch in given] == batches
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
@@ -272,11 +291,12 @@ def test_context_beyond_that_of_the_model_is_refused(folder: Path, max_context: 
         )
 
 
-def test_shorter_context_is_served(folder: Path) -> None:
+@pytest.mark.parametrize("max_context", [1, 100, 256])
+def test_shorter_context_is_served(folder: Path, max_context: int) -> None:
     decoder = load_decoder(
-        folder, mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels(), max_context=100
+        folder, mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels(), max_context=max_context
     )
-    assert decoder.description.max_context == 100
+    assert decoder.description.max_context == max_context
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -360,7 +380,7 @@ def test_ranks_read_their_slices_of_fused_tensors_only(name: str) -> None:
     assert abs(read[0] - read[1]) <= shared
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 400])
+@pytest.mark.parametrize("batch_bytes", [4, 400])
 @pytest.mark.parametrize("name", ["gpt2", "falcon"])
 def test_fused_slices_read_in_small_parts_are_the_same(
     monkeypatch: pytest.MonkeyPatch, name: str, batch_bytes: int
@@ -403,6 +423,18 @@ def test_damage_is_found_before_anything_is_copied(folder: Path) -> None:
         read_weights(decoder, folder)
 
     assert all((parameter.tensor == 7.0).all() for parameter in decoder.sharded_parameters())
+
+
+def test_readers_have_ended_where_loading_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would read files that are closed."""
+
+    def fail(read: WeightRead, file: Path, opened: OpenFiles) -> int:
+        raise CheckpointError(f"{file} has become shorter")
+
+    monkeypatch.setattr(WeightRead, "copy", fail)
+    with pytest.raises(CheckpointError, match="has become shorter"):
+        _load(folder)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
 def _truncate(data: bytes) -> bytes:
