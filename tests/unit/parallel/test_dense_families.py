@@ -20,6 +20,7 @@ LLAMA_SIZES: dict[str, Any] = {
 }
 _SLIDING_LAST = ["full_attention"] * 3 + ["sliding_attention"]
 GPT_SIZES: dict[str, Any] = {"vocab_size": 320, "n_embd": 64, "n_layer": 4, "n_head": 8}
+_REQUIRED: dict[str, dict[str, Any]] = {"gptj": {"rotary_dim": 8}, "deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 def _describe(model_type: str, **values: Any) -> DecoderDescription:
@@ -29,19 +30,23 @@ def _describe(model_type: str, **values: Any) -> DecoderDescription:
 
 @pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"gemma3"}))
 def test_sizes_alone_make_a_model(model_type: str) -> None:
-    required = {"gptj": {"rotary_dim": 8}, "deepseek_v2": {"num_experts_per_tok": 6}}
-    description = _describe(model_type, **required.get(model_type, {}))
+    description = _describe(model_type, **_REQUIRED.get(model_type, {}))
     assert description.family == model_type
     assert (description.num_layers, description.num_heads, description.hidden_size) == (4, 8, 64)
 
 
-@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"gemma3", "bloom", "mpt", "internlm2", "baichuan"}))
-def test_context_that_is_not_said_is_that_of_transformers(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"internlm2", "baichuan"}))
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(model_type: str) -> None:
     import transformers
 
-    expected = transformers.AutoConfig.for_model(model_type).max_position_embeddings
-    required = {"rotary_dim": 8, "num_experts_per_tok": 6}
-    assert _describe(model_type, max_position_embeddings=None, **required).max_context == expected
+    sizes = GPT_SIZES if model_type in ("gpt2", "gptj") else {**LLAMA_SIZES, "num_key_value_heads": 4}
+    given = {**sizes, **_REQUIRED.get(model_type, {})}
+    given.pop("max_position_embeddings", None)
+    if model_type == "gemma3":
+        given = {"text_config": given}
+    filled_in = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(given)).to_dict()
+    expected = describe_config(filled_in, source="test")
+    assert describe_config({"model_type": model_type, **given}, source="test") == expected
 
 
 @pytest.mark.parametrize("activation", [{"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}, {}])
