@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from parallel.description import DecoderDescription
 from parallel.dtypes import checkpoint_dtype, resolve_dtype
 from parallel.errors import CheckpointError, ConfigError
 from parallel.families.registry import describe_model, family_of
+from parallel.kernels.base import ExpertWeights, PackedExperts, PackedLinear
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from parallel.weight_index import PICKLED, SAFETENSORS
@@ -268,6 +271,36 @@ def test_the_next_parts_are_read_while_one_is_laid_out_as_far_as_memory_allows(
     monkeypatch.setattr("parallel.checkpoint._lay_out", waiting_lay_out)
     load_decoder(folder, mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels())
     assert seen_first == [is_allowed]
+
+
+class _CopyingKernels(ReferenceKernels):
+    """Lays out copies of all matrices."""
+
+    def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
+        return super().pack_linear(weight_OI.clone(), bias_O)
+
+    def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
+        return super().pack_head(weight_VE.clone(), bias_V, is_shared=is_shared)
+
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        into_XJE, down_XEI = weights.into_XJE.clone(), weights.down_XEI.clone()
+        return super().pack_experts(replace(weights, into_XJE=into_XJE, down_XEI=down_XEI))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "mixtral", "qwen2_moe"])
+def test_weights_that_the_kernels_have_copied_are_let_go(name: str) -> None:
+    folder = tiny_model(name)
+    decoder = Decoder(describe_model(folder), mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=_CopyingKernels())
+    memory = {
+        parameter.pieces[0].source: weakref.ref(parameter.tensor.untyped_storage())
+        for parameter in decoder.sharded_parameters()
+        if parameter.tensor.dim() == 2
+    }
+    assert all(get() is not None for get in memory.values())
+
+    checkpoint.load_weights(decoder, folder)
+
+    assert [name for name, get in memory.items() if get() is not None] == ["embedding.weight"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
