@@ -37,16 +37,19 @@ def test_sizes_alone_make_a_model(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", sorted(set(FAMILIES) - {"internlm2", "baichuan"}))
 def test_what_a_config_leaves_out_is_what_transformers_fills_in(model_type: str) -> None:
+    """Null is left out, too."""
     import transformers
 
     sizes = GPT_SIZES if model_type in ("gpt2", "gptj") else {**LLAMA_SIZES, "num_key_value_heads": 4}
     given = {**sizes, **_REQUIRED.get(model_type, {})}
     given.pop("max_position_embeddings", None)
+    null = {**given, "max_position_embeddings": None}
     if model_type == "gemma3":
-        given = {"text_config": given}
+        given, null = {"text_config": given}, {"text_config": null}
     filled_in = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(given)).to_dict()
     expected = describe_config(filled_in, source="test")
-    assert describe_config({"model_type": model_type, **given}, source="test") == expected
+    for config in (given, null):
+        assert describe_config({"model_type": model_type, **config}, source="test") == expected
 
 
 @pytest.mark.parametrize("activation", [{"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}, {}])

@@ -91,6 +91,11 @@ def test_only_qwen3_norms_queries_and_keys(model_type: str, has_norm: bool) -> N
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 9}, [None] * 4),
         (
             "qwen3",
+            {"use_sliding_window": True, "sliding_window": 32, "num_hidden_layers": 30},
+            [None] * 28 + [32] * 2,
+        ),
+        (
+            "qwen3",
             {
                 "use_sliding_window": True,
                 "sliding_window": 32,
@@ -136,6 +141,17 @@ def test_decoder_names_become_names_of_the_checkpoint() -> None:
         ({"hidden_size": 60}, "hidden_size is 60 without head_dim; allowed: multiples of num_attention_heads, 8"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; allowed: a finite number more than 0"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; allowed: a finite number more than 0"),
+        ({"rope_theta": True}, "rope_theta is True; allowed: a finite number more than 0"),
+        ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]; allowed: a string"),
+        (
+            {"model_type": "mistral", "sliding_window": "32"},
+            "sliding_window is '32'; allowed: an integer of at least 1",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": 2.0, "long_factor": [2.0]}},
+            "rope_scaling.short_factor is 2.0; allowed: a list of numbers",
+        ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; allowed: true or false"),
         ({"head_dim": 7}, "rotary dim is 7; allowed: an even number"),
         ({"rope_scaling": [1]}, r"rope_scaling is \[1\]; allowed: an object"),
@@ -172,7 +188,11 @@ def test_ends_of_the_ramp_of_yarn_are_not_rounded_where_null_says_so(values: dic
     [
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention' but there is no window"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries; allowed: num_hidden_layers, 4"),
-        ({"layer_types": ["linear_attention"] * 4}, "layer_types is .*; allowed: a list of 'full_attention'"),
+        (
+            {"layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+            "layer_types is .*; allowed: a list of 'full_attention'",
+        ),
+        ({"layer_types": 4}, "layer_types is 4; allowed: a list of 'full_attention'"),
     ],
 )
 def test_contradictory_layer_types_are_refused(values: dict[str, Any], message: str) -> None:
@@ -186,6 +206,10 @@ def test_contradictory_layer_types_are_refused(values: dict[str, Any], message: 
         (
             {"model_type": "bert"},
             "test: model_type is 'bert'; supported: .*llama, ministral, mistral, .*qwen2, .*qwen3",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters differ by kind of layer; allowed",
         ),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; supported: silu, swish, gelu, "),
         ({"quantization_config": {"quant_method": "gptq"}}, "method 'gptq'; supported: weights not quantized"),

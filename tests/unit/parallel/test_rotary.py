@@ -86,6 +86,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn-qwen": _config(
         **{**YARN, "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}, head_dim=128
     ),
+    "yarn-hardly": _config(**{**YARN, "factor": 1.5}),
     "yarn-attention-factor": _config(**YARN, attention_factor=1.5),
     "yarn-mscale-alone": _config(**YARN, mscale=0.7),
     "yarn-one-ramp": _config(**YARN, beta_fast=700.0, beta_slow=700.0),
@@ -95,6 +96,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama3-narrow": _config(**{**LLAMA3, "low_freq_factor": 2.0}, head_dim=128),
     "longrope-long": _config(**LONGROPE),
     "longrope-attention-factor": _config(**LONGROPE, attention_factor=1.25),
+    "longrope-shrunk": _config(**LONGROPE, factor=0.5),
     "longrope-from-one-token": _config(
         **{**LONGROPE, "original_max_position_embeddings": 1}, factor=2.0, attention_factor=1.25
     ),
