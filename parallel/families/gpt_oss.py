@@ -26,9 +26,9 @@ _YARN = {
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a gpt-oss config."""
-    fields = accept_packing(fields).with_defaults(head_dim=64, num_key_value_heads=8, max_position_embeddings=131_072)
-    if fields.nested("rope_scaling").is_empty:
-        fields = fields.with_defaults(rope_parameters=_YARN)
+    fields = accept_packing(fields).with_defaults(
+        head_dim=64, num_key_value_heads=8, max_position_embeddings=131_072, rope_parameters=_YARN
+    )
     has_bias = fields.boolean("attention_bias", True)
     kinds = read_layer_types(fields) or periodic_layer_types(fields.integer("num_hidden_layers"), 2)
     description = replace(
