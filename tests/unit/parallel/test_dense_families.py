@@ -118,8 +118,11 @@ def test_old_and_new_rotary_fields_of_gemma3_agree() -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"rope_theta": 5000.0}])
-def test_layers_of_gemma3_that_slide_have_the_base_that_is_theirs(values: dict[str, Any]) -> None:
-    kinds = {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_theta": 7000.0}}
+@pytest.mark.parametrize("sliding", [{}, {"sliding_attention": {"rope_type": "default"}}])
+def test_layers_of_gemma3_that_slide_have_the_base_that_is_theirs(
+    sliding: dict[str, Any], values: dict[str, Any]
+) -> None:
+    kinds = {**sliding, "full_attention": {"rope_theta": 7000.0}}
     description = _describe(
         "gemma3_text", rope_parameters=kinds, rope_local_base_freq=200.0, layer_types=_SLIDING_LAST, **values
     )
@@ -210,6 +213,30 @@ def test_bloom_of_the_hub_names_its_sizes_in_its_own_way() -> None:
     description = describe_config({**config, "seq_length": 512}, source="test")
     assert (description.hidden_size, description.num_layers, description.num_heads) == (64, 3, 8)
     assert (description.intermediate_size, description.max_context) == (256, 512)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "size"),
+    [
+        ("bloom", {}, 256),
+        ("falcon", {}, 256),
+        ("falcon", {"ffn_hidden_size": 100}, 100),
+        ("gpt2", {}, 256),
+        ("gpt2", {"n_inner": 100}, 100),
+        ("gptj", {"rotary_dim": 8}, 256),
+        ("gptj", {"rotary_dim": 8, "n_inner": 100}, 100),
+        ("mpt", {}, 256),
+        ("mpt", {"expansion_ratio": 3}, 192),
+    ],
+)
+def test_mlp_is_four_times_as_wide_unless_it_is_said(model_type: str, values: dict[str, Any], size: int) -> None:
+    assert _describe(model_type, intermediate_size=None, **values).intermediate_size == size
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "cohere2"])
+def test_layers_that_slide_may_be_listed(model_type: str) -> None:
+    description = _describe(model_type, sliding_window=32, layer_types=_SLIDING_LAST)
+    assert description.sliding_windows == (None, None, None, 32)
 
 
 def test_layers_of_cohere2_that_see_everything_do_not_rotate() -> None:

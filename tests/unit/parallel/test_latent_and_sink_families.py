@@ -164,11 +164,21 @@ def test_gpt_oss_fills_in_what_its_config_leaves_out() -> None:
     assert description == _describe(GPT_OSS)
 
 
+def test_layers_of_gpt_oss_that_slide_may_be_listed() -> None:
+    kinds = ["full_attention"] * 23 + ["sliding_attention"]
+    assert _describe(GPT_OSS, layer_types=kinds).sliding_windows == (None,) * 23 + (128,)
+
+
 def test_the_scale_grows_with_scaled_positions_only() -> None:
     plain = _describe(DEEPSEEK_V3, rope_scaling=None)
     assert plain.attention_scale == 192**-0.5
     unscaled = _describe(DEEPSEEK_V3, rope_scaling=None, rope_parameters={"mscale_all_dim": 1.0, "factor": 40.0})
     assert unscaled.attention_scale == 192**-0.5
+
+
+def test_scaled_positions_need_not_change_the_scale() -> None:
+    scaling = {name: value for name, value in DEEPSEEK_V3["rope_scaling"].items() if "mscale" not in name}
+    assert _describe(DEEPSEEK_V3, rope_scaling=scaling).attention_scale == 192**-0.5
 
 
 def test_any_scaling_makes_queries_and_keys_of_deepseek_longer() -> None:
@@ -198,6 +208,12 @@ def test_weights_of_experts_are_not_normalized_where_null_says_so() -> None:
     moe = _describe(DEEPSEEK_V3, norm_topk_prob=None).moe
     assert moe is not None
     assert not moe.is_normalized
+
+
+def test_all_layers_may_have_experts_and_several_shared_ones() -> None:
+    moe = _describe(DEEPSEEK_V3, first_k_dense_replace=0, n_shared_experts=2).moe
+    assert moe is not None
+    assert (moe.dense_layers, moe.shared_intermediate_size) == (frozenset(), 4096)
 
 
 def test_queries_need_no_latent() -> None:
