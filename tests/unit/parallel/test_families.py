@@ -89,11 +89,7 @@ def test_only_qwen3_norms_queries_and_keys(model_type: str, has_norm: bool) -> N
         ("qwen2", {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1}, [None] * 4),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, [None, 32, 32, 32]),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 9}, [None] * 4),
-        (
-            "qwen3",
-            {"use_sliding_window": True, "sliding_window": 32, "num_hidden_layers": 30},
-            [None] * 28 + [32] * 2,
-        ),
+        ("qwen3", {"use_sliding_window": True, "num_hidden_layers": 30}, [None] * 28 + [4096] * 2),
         (
             "qwen3",
             {

@@ -55,6 +55,7 @@ def test_qwen2_moe_of_the_hub_is_read() -> None:
     [
         ({"sliding_window": 16}, (None,) * 4),
         ({"sliding_window": 16, "use_sliding_window": True}, (16, None, 16, None)),
+        ({"use_sliding_window": True, "num_hidden_layers": 30}, (4096, None) * 14 + (None, None)),
         ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (16, None, None, None)),
         (
             {
@@ -87,6 +88,7 @@ def test_qwen3_moe_names_its_experts_in_two_ways() -> None:
 
 def test_window_of_qwen3_moe_is_in_all_layers() -> None:
     assert _describe("qwen3_moe", use_sliding_window=True, sliding_window=16).sliding_windows == (16,) * 4
+    assert _describe("qwen3_moe", use_sliding_window=True).sliding_windows == (4096,) * 4
     assert _describe("qwen3_moe", sliding_window=16).sliding_windows == (None,) * 4
 
 
