@@ -138,8 +138,6 @@ def chunk_partition_size(num_tokens: int, tokens_of_tile: int, num_kv_heads: int
     """Keys of a partition for tiles of chunks, one chunk or few: a short one after a long context has too few tiles to
     keep a GPU busy. None: whole contexts.
     """
-    if max_context_len <= MIN_CONTEXT_BUCKET:
-        return None
     num_tiles = num_tokens // tokens_of_tile + 1
     most = min(NUM_CHUNK_PROGRAMS // (num_tiles * num_kv_heads), MAX_PARTITIONS // num_tokens)
     size = MIN_CHUNK_PARTITION_SIZE
