@@ -12,7 +12,7 @@ from helpers.gloo_pool import GlooPool, RankFailedError
 
 from parallel.collectives import all_reduce, broadcast, gather_to_first
 from parallel.errors import CollectiveError, ParallelismError
-from parallel.local_exchange import LocalExchange
+from parallel.local_exchange import MAX_BYTES, LocalExchange
 from parallel.mesh import Axis, Mesh
 
 SIZES = (2, 3, 4)
@@ -60,15 +60,42 @@ def test_gather_joins_in_rank_order_on_the_first(gloo_pool: GlooPool, dim: int, 
 
 def _every_kind(mesh: Mesh) -> tuple[float, dict[str, int]]:
     told = broadcast(torch.tensor([float(mesh.rank)]), mesh.tp)
-    all_reduce(torch.ones(1), mesh.tp)
-    all_reduce(torch.ones(1), mesh.tp)
+    total = all_reduce(all_reduce(torch.ones(1), mesh.tp), mesh.tp)
+    assert float(total) == 4.0
+    gather_to_first(torch.ones(1), mesh.tp)
     return float(told), dict(mesh.tp.counts)
 
 
-def test_kinds_are_counted_on_their_axis(gloo_pool: GlooPool) -> None:
-    counts = {"broadcast": 1, "all_reduce": 2}
+def _every_kind_by_gloo(mesh: Mesh) -> tuple[float, dict[str, int]]:
+    mesh.tp.local = None
+    return _every_kind(mesh)
+
+
+@pytest.mark.parametrize("run", [_every_kind, _every_kind_by_gloo])
+def test_kinds_are_counted_on_their_axis(gloo_pool: GlooPool, run: Callable[..., Any]) -> None:
+    counts = {"broadcast": 1, "all_reduce": 2, "gather": 1}
     told_of_each_rank = [0.0, 0.0, 2.0, 2.0]  # by the first rank of its stage
-    assert gloo_pool.run(_every_kind, tp=2, pp=2) == [(told, counts) for told in told_of_each_rank]
+    assert gloo_pool.run(run, tp=2, pp=2) == [(told, counts) for told in told_of_each_rank]
+
+
+def _bytes_by_local_exchange(mesh: Mesh) -> list[int]:
+    local, seen = mesh.tp.local, []
+    assert local is not None
+    add = local.sum
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.nbytes)
+        return add(x)
+
+    local.sum = note  # type: ignore[method-assign]
+    for numel in (MAX_BYTES // 4, MAX_BYTES // 4 + 1):
+        all_reduce(torch.ones(numel), mesh.tp)
+        broadcast(torch.ones(numel), mesh.tp)
+    return seen
+
+
+def test_messages_that_a_socket_holds_are_exchanged_locally(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(_bytes_by_local_exchange, tp=2) == [[MAX_BYTES] * 2] * 2
 
 
 def test_axis_of_one_rank_is_the_identity() -> None:
