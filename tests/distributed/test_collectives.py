@@ -130,22 +130,31 @@ def test_mesh_must_fill_the_world(gloo_pool: GlooPool) -> None:
     assert "needs 4 ranks; there are 2" in gloo_pool.run(_mesh_of_wrong_size, tp=2)[0]
 
 
-def _die_before_the_second_sum(mesh: Mesh, numel: int) -> str:
-    all_reduce(torch.ones(numel), mesh.tp)
-    if mesh.tp.rank == 1:
+_KINDS: dict[str, Callable[[torch.Tensor, Axis], object]] = {
+    "all_reduce": all_reduce,
+    "broadcast": broadcast,
+    "gather": gather_to_first,
+}
+
+
+def _die_before_the_second(mesh: Mesh, kind: str, dying: int, numel: int) -> str:
+    _KINDS[kind](torch.ones(numel), mesh.tp)
+    if mesh.tp.rank == dying:
         os._exit(1)
     try:
-        all_reduce(torch.ones(numel), mesh.tp)
+        _KINDS[kind](torch.ones(numel), mesh.tp)
     except CollectiveError as error:
         return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize("numel", [7, 100_000])
-def test_dead_peer_is_a_collective_error(gloo_pool: GlooPool, numel: int) -> None:
-    message, dead = gloo_pool.run(_die_before_the_second_sum, numel, tp=2, may_die=True)
-    assert dead is None
-    assert message.startswith("all_reduce failed on rank 0 of 2")
+@pytest.mark.parametrize(("kind", "dying"), [("all_reduce", 1), ("broadcast", 0), ("gather", 1)])
+def test_dead_peer_is_a_collective_error(gloo_pool: GlooPool, kind: str, dying: int, numel: int) -> None:
+    """Of a rank that waits for what the other has."""
+    messages = gloo_pool.run(_die_before_the_second, kind, dying, numel, tp=2, may_die=True)
+    assert messages[dying] is None
+    assert messages[1 - dying].startswith(f"{kind} failed on rank {1 - dying} of 2")
 
 
 def _wait_for_a_late_peer(mesh: Mesh) -> str:
@@ -184,7 +193,7 @@ def _wait_for_a_late_rank(mesh: Mesh, kind: str) -> float:
     if mesh.tp.rank == 1:
         time.sleep(_LATE_S)
     x = torch.ones(4)
-    {"all_reduce": all_reduce, "gather": gather_to_first}[kind](x, mesh.tp)
+    _KINDS[kind](x, mesh.tp)
     return mesh.tp.wait_s - before_s
 
 
