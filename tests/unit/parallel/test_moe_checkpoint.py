@@ -125,7 +125,7 @@ STACKED_CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("batch_bytes", [4, 100, 1 << 20])
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_experts_in_one_tensor_are_read_by_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert_parallel: bool, batch_bytes: int
