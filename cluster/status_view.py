@@ -62,24 +62,23 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
     restarts = f"; controller restarted {status.controller.restarts} times" if status.controller.restarts else ""
     stops = "; the service is stopping" if status.controller.stopping else ""
     console.print(f"Weft {status.version}, up {duration(status.uptime_s)}{restarts}{stops}", highlight=False)
-    reasons: list[str] = []
+    reasons: list[Text] = []
     models = _table("model", "ready", "revision", "tp x pp", "path")
     groups = _table("replica", "state", "for", "rev", "restarts", "ranks (node:pid)", "address")
     for model in status.models:
         models.add_row(*_model_row(model))
         if model.autoscaling.last_change:
             ago = duration(model.autoscaling.seconds_since_change)
-            reasons.append(f"  {model.name}: {model.autoscaling.last_change}, {ago} ago")
+            reasons.append(_aside(model.name, f"{model.autoscaling.last_change}, {ago} ago"))
         for group in model.groups:
             groups.add_row(*_group_row(group))
-            told = filter(None, (group.detail, last_failure(group)))
-            reasons += [f"  {group.replica_id or group.group_id}: {each}" for each in told]
+            reasons += _reasons(group.replica_id or group.group_id, group)
     routers = _table("router", "state", "restarts", "pid", "listens")
+    router_reasons: list[Text] = []
     for router in status.routers:
         state = router_state(alive=router.alive, draining=router.draining)
         routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), _listeners(router))
-        for each in filter(None, (router.detail, last_failure(router))):
-            routers.add_row("", Text(each, style="dim"))
+        router_reasons += _reasons(router.router_id, router)
     nodes = _table("node", "CPUs free", "GPUs free", "type", "")
     for node in status.nodes:
         nodes.add_row(
@@ -89,8 +88,16 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
             node.accelerator or "-",
             "[cyan]drained" if node.drained else "",
         )
-    for table in (models, groups, *(Text(reason, style="dim") for reason in reasons), routers, nodes):
-        console.print(table)
+    for shown in (models, groups, *reasons, routers, *router_reasons, nodes):
+        console.print(shown)
+
+
+def _reasons(name: str, process: control_pb2.GroupStatus | control_pb2.RouterStatus) -> list[Text]:
+    return [_aside(name, each) for each in (process.detail, last_failure(process)) if each]
+
+
+def _aside(name: str, text: str) -> Text:
+    return Text(f"  {name}: {text}", style="dim")
 
 
 def _model_row(model: control_pb2.ModelStatus) -> tuple[str, ...]:

@@ -122,9 +122,9 @@ def test_router_that_finishes_its_requests_is_told_to_drain() -> None:
     assert out.getvalue().endswith(" router-0: draining: finishes its requests\n")
     out = io.StringIO()
     print_status(Console(file=out, width=80), status)
-    assert [line.split()[:2] for line in out.getvalue().splitlines() if "router-0" in line] == [
-        ["router-0", "draining"]
-    ]
+    lines = out.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("router-0")] == [["router-0", "draining"]]
+    assert "  router-0: finishes its requests" in lines
 
 
 def test_ipv6_addresses_are_shown_whole() -> None:
