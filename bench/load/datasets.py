@@ -65,7 +65,7 @@ class DatasetOptions:
 
     @property
     def is_workload(self) -> bool:
-        """Whether it is one of W1 to W4, which are always sent whole."""
+        """Whether it is one of W1 to W4, which are sent whole unless a flag says how much."""
         return self.kind in WORKLOADS
 
 
