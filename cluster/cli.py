@@ -153,7 +153,9 @@ def stop(
     ] = 10.0,
 ) -> None:
     """Stop the service: routers first, then replica groups, then the controller."""
-    client.shut_down(grace)
+    from cluster.operate import stop_service
+
+    stop_service(client, grace)
     print("Stopped.")
 
 

@@ -16,6 +16,7 @@ from cluster.config import ModelSpec, build_spec, load_cluster_file
 from cluster.control_client import ControlClient
 from cluster.errors import ClusterConfigError, ControllerError
 from cluster.models import absolute_source
+from cluster.patience import Patience
 from cluster.status_view import ChangeView, bounds, state_name
 
 _POLL_S = 0.2
@@ -77,6 +78,16 @@ def roll_model(
     console.print(f"{model} goes to revision {response.revision}", highlight=False)
     if wait_s is not None:
         wait_as_wanted(client, console, {model: None}, timeout_s=wait_s)
+
+
+def stop_service(client: ControlClient, grace_s: float, patience: Patience | None = None) -> None:
+    """Stop everything; a controller that dies meanwhile is asked again when its successor is there.
+
+    Raises ControllerError, as Patience does: also where the successor found all stopped, and ended before it was asked.
+    """
+    patience = patience or Patience()
+    patience.ask(client.status)  # where nobody answers at first, there is nothing to stop
+    patience.ask(lambda: client.shut_down(grace_s))
 
 
 def drain_target(

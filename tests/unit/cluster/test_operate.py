@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from helpers.cluster import FakeClock
 from rich.console import Console
 from weft.v1 import control_pb2
 
@@ -19,7 +20,17 @@ from cluster.control_client import ControlClient
 from cluster.errors import ClusterConfigError, ControllerError
 from cluster.log_reader import LogReader, LogSource, read_piece
 from cluster.models import PACKAGED
-from cluster.operate import apply_file, drain_target, is_as_wanted, parse_settings, roll_model, scale_model, this_node
+from cluster.operate import (
+    apply_file,
+    drain_target,
+    is_as_wanted,
+    parse_settings,
+    roll_model,
+    scale_model,
+    stop_service,
+    this_node,
+)
+from cluster.patience import Patience
 from cluster.preflight import check_model
 from cluster.show_logs import LineSplitter, show_logs
 from cluster.wanted import apply
@@ -50,7 +61,13 @@ class FakeClient:
     changes: list[control_pb2.Change] = field(default_factory=list)
     calls: list[Any] = field(default_factory=list)
     pieces: list[list[control_pb2.LogChunk] | BaseException] = field(default_factory=list)
+    stops: list[BaseException | None] = field(default_factory=list)
     is_stopping: bool = False
+
+    def shut_down(self, grace_s: float) -> None:
+        self.calls.append(grace_s)
+        if (error := self.stops.pop(0)) is not None:
+            raise error
 
     def status(self) -> control_pb2.GetStatusResponse:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
@@ -200,6 +217,13 @@ def test_drain_of_a_node_tells_how_it_is_undone(console: Console, out: io.String
         "leaving: m-0.1",
         "10.0.0.7 takes no groups until: weft drain 10.0.0.7 --undo",
     ]
+
+
+def test_stop_goes_on_with_the_successor_of_a_controller_that_dies_meanwhile() -> None:
+    lost = ControllerError("no controller answers")
+    fake, told, clock = FakeClient(statuses=[model()], stops=[lost, lost, None]), list[str](), FakeClock()
+    stop_service(fake.client, 3.0, Patience(told.append, sleep=clock.advance, clock=clock))
+    assert (fake.calls, len(told)) == ([3.0, 3.0, 3.0], 1)
 
 
 def test_apply_tells_each_change(console: Console, out: io.StringIO, tmp_path: Path) -> None:
