@@ -25,11 +25,11 @@ from bench.script import counts, make_parser, run_script
 from parallel.description import DecoderDescription
 from parallel.device.base import Device
 from parallel.device.select import NAMES, select_device
-from parallel.dtypes import DTYPES, resolve_dtype
+from parallel.dtypes import DTYPES
 from parallel.families.registry import describe_model
 from parallel.kernels.base import GatedLinear, Kernels, PackedLinear
 from parallel.kernels.reference import ReferenceKernels
-from parallel.kernels.select import select_kernels
+from parallel.kernels.select import choose_dtype, select_kernels
 
 _CPU_BYTES, _GPU_BYTES = 512 << 20, 4 << 30
 """More weights than caches hold; on a GPU enough that launch and wait of a round, 10 us, are little of it."""
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None:
         check_line_file(options.json)
     folder, device = find_model(options.model), select_device(options.device)
-    dtype = resolve_dtype(options.dtype, folder, device)
+    dtype = choose_dtype(options.dtype, folder, device, "auto")
     kernels = select_kernels(device.torch_device, dtype)
     rate = measure_ceiling(device, dtype).read_bytes_per_s
     columns = "torch", "ours", "least", "torch, 8 bits", "ours, 8 bits", "least, 8 bits"

@@ -33,8 +33,9 @@ from bench.machine import describe_machine, describe_torch
 from bench.script import count, counts, make_parser, run_script
 from cluster.operate import parse_settings
 from parallel.device.select import NAMES, select_device
-from parallel.dtypes import DTYPES, resolve_dtype
+from parallel.dtypes import DTYPES
 from parallel.families.registry import describe_model
+from parallel.kernels.select import choose_dtype
 from workers.engine import Engine
 from workers.engine_builder import build_engine
 from workers.request import SamplingParams
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = find_model(options.model)
     config = engine_config(folder, settings)
     device = select_device(config.device)
-    dtype = resolve_dtype(config.dtype, folder, device)
+    dtype = choose_dtype(config.dtype, folder, device, config.kernels)
     description = describe_model(folder)
     int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"
     cost = ModelCost.of(description, dtype, int8_linears=int8_linears, int8_cache=int8_cache)

@@ -19,7 +19,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Dtypes that a model can compute in, by the names that users give them."""
 
 
-def resolve_dtype(name: str, folder: Path, device: Device, *, multiplies_bfloat16: bool = False) -> torch.dtype:
+def resolve_dtype(name: str, folder: Path, device: Device, *, multiplies_bfloat16: bool) -> torch.dtype:
     """The dtype called `name`; "auto" lets the device decide, knowing that of the checkpoint.
 
     Args:

@@ -32,12 +32,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from parallel.checkpoint import Progress, load_decoder
 from parallel.device.base import Device
 from parallel.device.select import select_device
-from parallel.dtypes import resolve_dtype
 from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
 from parallel.kernels.base import Kernels
 from parallel.kernels.inductor import InductorKernels
-from parallel.kernels.select import multiplies_bfloat16, select_kernels
+from parallel.kernels.select import choose_dtype, select_kernels
 from parallel.mesh import Mesh
 from parallel.one_shot import OneShotAllReduce
 from workers.config import EngineConfig
@@ -269,8 +268,7 @@ def _leave(runner: ModelRunner | None = None, *, has_failed: bool = False) -> No
 def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: RankStats | None) -> ModelRunner:
     folder = Path(config.model)
     device: Device = select_device(config.device, _local_rank(mesh.rank))
-    has_products = multiplies_bfloat16(device.torch_device, config.kernels)
-    dtype = resolve_dtype(config.dtype, folder, device, multiplies_bfloat16=has_products)
+    dtype = choose_dtype(config.dtype, folder, device, config.kernels)
     check_dtype(config.cache, describe_model(folder), device.torch_device)
     with _refusing_settings():
         kernels = _select_kernels(config, device.torch_device, dtype)

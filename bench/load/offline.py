@@ -23,10 +23,9 @@ from cluster.config import build_section
 from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.device.select import select_device
-from parallel.dtypes import resolve_dtype
 from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
-from parallel.kernels.select import multiplies_bfloat16
+from parallel.kernels.select import choose_dtype
 from parallel.mesh import Mesh
 from parallel.stored_head import untie_stored_head
 from router.call import ChatMessage, Conversation
@@ -120,8 +119,7 @@ def measure_offline(
         device = select_device(config.device)
     except DeviceError as error:
         raise BenchConfigError(str(error)) from error
-    has_products = multiplies_bfloat16(device.torch_device, config.kernels)
-    dtype = resolve_dtype(config.dtype, folder, device, multiplies_bfloat16=has_products)
+    dtype = choose_dtype(config.dtype, folder, device, config.kernels)
     watcher.begin("load", 1.0)
     started_s = time.perf_counter()
     stats = RankStats()

@@ -3,10 +3,13 @@
 import importlib
 import logging
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from parallel.device.base import Device
+from parallel.dtypes import resolve_dtype
 from parallel.errors import DeviceError
 from parallel.kernels.base import Kernels
 from parallel.kernels.choice import check_choice
@@ -51,6 +54,12 @@ def select_kernels(
         kernels = _make(device, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
     return InductorKernels(kernels, device) if compiles else kernels
+
+
+def choose_dtype(name: str, folder: Path, device: Device, kernels: str) -> torch.dtype:
+    """The dtype called `name`, "auto" by checkpoint, device and the kernels called so. Raises as resolve_dtype."""
+    has_products = multiplies_bfloat16(device.torch_device, kernels)
+    return resolve_dtype(name, folder, device, multiplies_bfloat16=has_products)
 
 
 def multiplies_bfloat16(device: torch.device, name: str = "auto") -> bool:

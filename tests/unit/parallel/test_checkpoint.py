@@ -25,6 +25,7 @@ from parallel.errors import CheckpointError, ConfigError
 from parallel.families.registry import describe_model, family_of
 from parallel.kernels.base import ExpertWeights, PackedExperts, PackedLinear
 from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.select import choose_dtype
 from parallel.mesh import Axis, Mesh
 from parallel.weight_index import PICKLED, SAFETENSORS
 from parallel.weight_reads import OpenFiles, WeightRead
@@ -550,6 +551,8 @@ def test_index_can_name_a_file_with_the_longest_of_names(folder: Path) -> None:
 
 
 class _FakeDevice:
+    torch_device = torch.device("cpu")
+
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         return {torch.bfloat16: torch.float16}.get(checkpoint_dtype, checkpoint_dtype)
 
@@ -565,7 +568,7 @@ def _set_config(folder: Path, **values: str | None) -> None:
 def test_auto_dtype_is_what_the_device_makes_of_the_config(folder: Path, key: str) -> None:
     _set_config(folder, **{key: "bfloat16"})
     assert checkpoint_dtype(folder) == torch.bfloat16
-    assert resolve_dtype("auto", folder, _FakeDevice()) == torch.float16  # type: ignore[arg-type]
+    assert resolve_dtype("auto", folder, _FakeDevice(), multiplies_bfloat16=False) == torch.float16  # type: ignore[arg-type]
 
 
 def test_auto_dtype_stays_bfloat16_where_the_kernels_multiply_it_themselves(folder: Path) -> None:
@@ -574,6 +577,14 @@ def test_auto_dtype_stays_bfloat16_where_the_kernels_multiply_it_themselves(fold
     assert resolve_dtype("auto", folder, device, multiplies_bfloat16=True) == torch.bfloat16  # type: ignore[arg-type]
     _set_config(folder, dtype="float32")
     assert resolve_dtype("auto", folder, device, multiplies_bfloat16=True) == torch.float32  # type: ignore[arg-type]
+
+
+def test_dtype_is_chosen_by_what_the_kernels_multiply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.kernels.select.multiplies_bfloat16", lambda device, name: name == "cpu-native")
+    _set_config(folder, dtype="bfloat16")
+    device = _FakeDevice()
+    assert choose_dtype("auto", folder, device, "cpu-native") == torch.bfloat16  # type: ignore[arg-type]
+    assert choose_dtype("auto", folder, device, "cpu") == torch.float16  # type: ignore[arg-type]
 
 
 def test_auto_dtype_of_experts_is_left_to_the_device(tmp_path: Path) -> None:
@@ -589,12 +600,12 @@ def test_auto_dtype_without_config_is_that_of_the_weights(folder: Path) -> None:
 
 
 def test_named_dtype_wins(folder: Path) -> None:
-    assert resolve_dtype("bfloat16", folder, _FakeDevice()) == torch.bfloat16  # type: ignore[arg-type]
+    assert resolve_dtype("bfloat16", folder, _FakeDevice(), multiplies_bfloat16=False) == torch.bfloat16  # type: ignore[arg-type]
 
 
 def test_unknown_dtypes_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype is 'int8'; allowed: auto, float32, float16, bfloat16"):
-        resolve_dtype("int8", folder, _FakeDevice())  # type: ignore[arg-type]
+        resolve_dtype("int8", folder, _FakeDevice(), multiplies_bfloat16=False)  # type: ignore[arg-type]
     _set_config(folder, torch_dtype="float8")
     with pytest.raises(ConfigError, match=r"config\.json: torch_dtype is 'float8'; allowed: float32"):
         checkpoint_dtype(folder)
