@@ -14,8 +14,6 @@ SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if "__main__" in file
 
 def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int | str | None:
     """Run a script as `python -m` does; its exit status."""
-    if name == "first_guard":
-        pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     main = importlib.import_module(f"bench.{name}").main
     with pytest.raises(SystemExit) as ended:
@@ -35,7 +33,6 @@ def test_each_tells_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch, capsy
     ("command", "message"),
     [
         ("all_reduce --ranks 1,2", "Error: --ranks is 1,2; allowed: at least 2"),
-        ("first_guard --threads 0", "--threads: '0'; allowed: a whole number, at least 1"),
         ("host_tier weft-tiny --tokens x", "--tokens: 'x'; allowed: a whole number"),
         ("idle_time --tensor-parallel 1,x", "--tensor-parallel: 'x'; allowed: a whole number"),
         ("idle_time --async sometimes", "--async: 'sometimes'; allowed: auto, on, off"),
