@@ -130,7 +130,7 @@ def choose_rotation(rotary: RotaryDescription | None, kernels: Kernels) -> Calla
     """The operation (q, k, *angles) -> (q, k) of a layer."""
     if rotary is None:
         return _leave
-    return kernels.rotary_interleaved if rotary.is_interleaved else kernels.rotary
+    return partial(kernels.rotary, is_interleaved=rotary.is_interleaved)
 
 
 def _leave(q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:

@@ -202,14 +202,14 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return (layer_norm(x + residual), x + residual), as add_rms_norm does."""
 
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate the first 2R of the H dims of each head, in half-split layout (x1 = dims :R, x2 = dims R:2R).
+    def rotary(
+        self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate the first 2R of the H dims of each head: x1 by x2 in the plane of each pair.
 
+        Pairs are (dims :R, dims R:2R), interleaved ones neighbours: (dims 0, 2, ... 2R - 2, dims 1, 3, ... 2R - 1).
         cos and sin are float32, and so is the arithmetic; results have the dtype of q. May write in place of q and k.
         """
-
-    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate as `rotary`, but neighbouring dims: x1 = dims 0, 2, ... 2R - 2, x2 = dims 1, 3, ... 2R - 1."""
 
     def rotate_and_write(
         self,
@@ -223,7 +223,7 @@ class Kernels(Protocol):
         *,
         is_interleaved: bool,
     ) -> Tensor:
-        """Do `rotary` (or the interleaved one), then `write_cache` of rotated keys and values; return the queries.
+        """Do `rotary`, then `write_cache` of rotated keys and values; return the queries.
 
         What is left in k afterwards means nothing.
         """

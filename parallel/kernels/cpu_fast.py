@@ -91,20 +91,18 @@ class CpuKernels:
         residual_TE.add_(x_TE)
         return self.layer_norm(residual_TE, weight_E, bias_E, eps), residual_TE
 
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`."""
-        if 2 * cos_TR.shape[-1] != q_TNH.shape[-1]:
-            return self._reference.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
+        if is_interleaved or 2 * cos_TR.shape[-1] != q_TNH.shape[-1]:
+            return self._reference.rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=is_interleaved)
         both = _side_by_side(q_TNH, k_TKH)
         if both is None:
             return _rotate(q_TNH, cos_TR, sin_TR), _rotate(k_TKH, cos_TR, sin_TR)
         num_heads = q_TNH.shape[1]
         rotated = _rotate(both, cos_TR, sin_TR)
         return rotated[:, :num_heads], rotated[:, num_heads:]
-
-    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Kernels.rotary_interleaved`."""
-        return self._reference.rotary_interleaved(q_TNH, k_TKH, cos_TR, sin_TR)
 
     rotate_and_write = rotate_then_write
 

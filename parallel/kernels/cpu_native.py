@@ -154,17 +154,13 @@ class NativeCpuKernels:
         """See `Kernels.add_layer_norm`; the residual is written in place."""
         return self._torch.add_layer_norm(x_TE, residual_TE, weight_E, bias_E, eps)
 
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`; written in place."""
         if self._can_rotate(q_TNH, k_TKH, cos_TR):
-            return self._rotate(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=False)
-        return self._torch.rotary(q_TNH, k_TKH, cos_TR, sin_TR)
-
-    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Kernels.rotary_interleaved`; written in place."""
-        if self._can_rotate(q_TNH, k_TKH, cos_TR):
-            return self._rotate(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=True)
-        return self._torch.rotary_interleaved(q_TNH, k_TKH, cos_TR, sin_TR)
+            return self._rotate(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=is_interleaved)
+        return self._torch.rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=is_interleaved)
 
     rotate_and_write = rotate_then_write
 

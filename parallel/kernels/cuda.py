@@ -106,18 +106,13 @@ class CudaKernels(ReferenceKernels):
         normed_TE, residual_TE = self._elementwise.add_rms_norm(x_TE, residual_TE, weight_E, eps)
         return normed_TE, residual_TE
 
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`; written in place."""
         if self._elementwise is None:
-            return super().rotary(q_TNH, k_TKH, cos_TR, sin_TR)
-        q_TNH, k_TKH = self._elementwise.rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=False)
-        return q_TNH, k_TKH
-
-    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Kernels.rotary_interleaved`; written in place."""
-        if self._elementwise is None:
-            return super().rotary_interleaved(q_TNH, k_TKH, cos_TR, sin_TR)
-        q_TNH, k_TKH = self._elementwise.rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=True)
+            return super().rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=is_interleaved)
+        q_TNH, k_TKH = self._elementwise.rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=is_interleaved)
         return q_TNH, k_TKH
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:

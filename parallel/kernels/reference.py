@@ -84,8 +84,7 @@ def rotate_then_write(
     is_interleaved: bool,
 ) -> Tensor:
     """`Kernels.rotate_and_write` of kernels that have no operation for both: one after the other."""
-    rotate = kernels.rotary_interleaved if is_interleaved else kernels.rotary
-    q_TNH, k_TKH = rotate(q_TNH, k_TKH, cos_TR, sin_TR)
+    q_TNH, k_TKH = kernels.rotary(q_TNH, k_TKH, cos_TR, sin_TR, is_interleaved=is_interleaved)
     kernels.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
     return q_TNH
 
@@ -140,13 +139,12 @@ class ReferenceKernels:
         total_TE = x_TE + residual_TE
         return self.layer_norm(total_TE, weight_E, bias_E, eps), total_TE
 
-    def rotary(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the pairs (x[i], x[R + i]) of every head by the angle of i."""
-        return _rotate(q_TNH, cos_TR, sin_TR), _rotate(k_TKH, cos_TR, sin_TR)
-
-    def rotary_interleaved(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the pairs (x[2i], x[2i + 1]) of every head by the angle of i."""
-        return _rotate_interleaved(q_TNH, cos_TR, sin_TR), _rotate_interleaved(k_TKH, cos_TR, sin_TR)
+    def rotary(
+        self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Turn the pairs (x[i], x[R + i]) of every head, or (x[2i], x[2i + 1]), by the angle of i."""
+        rotate = _rotate_interleaved if is_interleaved else _rotate
+        return rotate(q_TNH, cos_TR, sin_TR), rotate(k_TKH, cos_TR, sin_TR)
 
     rotate_and_write = rotate_then_write
 

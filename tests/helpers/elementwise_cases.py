@@ -54,13 +54,12 @@ def _check_rotary(kernels: Kernels, dtype: torch.dtype, device: torch.device) ->
         heads = _random(5, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         values = heads[:, num_heads + num_kv_heads :].clone()
         angles = torch.randn(5, half, device=device)
-        for fast, slow in (
-            (kernels.rotary, reference.rotary),
-            (kernels.rotary_interleaved, reference.rotary_interleaved),
-        ):
+        for is_interleaved in (False, True):
             q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
-            expected = slow(q.clone(), k.clone(), angles.cos(), angles.sin())
-            for actual, wanted in zip(fast(q, k, angles.cos(), angles.sin()), expected, strict=True):
+            cos, sin = angles.cos(), angles.sin()
+            expected = reference.rotary(q.clone(), k.clone(), cos, sin, is_interleaved=is_interleaved)
+            turned = kernels.rotary(q, k, cos, sin, is_interleaved=is_interleaved)
+            for actual, wanted in zip(turned, expected, strict=True):
                 _assert_close(actual, wanted)
             assert torch.equal(v, values)
 

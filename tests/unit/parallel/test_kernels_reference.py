@@ -270,7 +270,7 @@ def test_add_layer_norm_norms_the_rounded_sum() -> None:
 def test_interleaved_rotary_turns_neighbours_and_leaves_the_rest() -> None:
     q, k = _randn(3, 2, 6), _randn(3, 1, 6, seed=1)
     angles = _randn(3, 2, seed=2)
-    turned_q, turned_k = KERNELS.rotary_interleaved(q.clone(), k.clone(), angles.cos(), angles.sin())
+    turned_q, turned_k = KERNELS.rotary(q.clone(), k.clone(), angles.cos(), angles.sin(), is_interleaved=True)
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
     for x, turned in ((q, turned_q), (k, turned_k)):
         pairs = torch.view_as_real(torch.view_as_complex(x[..., :4].unflatten(-1, (2, 2)).contiguous()) * turn)
@@ -295,7 +295,7 @@ def test_gated_multiplies_the_activated_first_half(activation: Activation, origi
 def test_rotary_turns_pairs_and_leaves_the_rest() -> None:
     q, k = _randn(3, 2, 6), _randn(3, 1, 6, seed=1)
     angles = _randn(3, 2, seed=2)
-    turned_q, turned_k = KERNELS.rotary(q.clone(), k.clone(), angles.cos(), angles.sin())
+    turned_q, turned_k = KERNELS.rotary(q.clone(), k.clone(), angles.cos(), angles.sin(), is_interleaved=False)
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
     for x, turned in ((q, turned_q), (k, turned_k)):
         pairs = torch.complex(x[..., :2], x[..., 2:4]) * turn
