@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--settings", metavar="JSON", default="{}",
         help=f"""further ones, such as '{{"admission": {{"max_queued": 64}}}}', as in the section router of a cluster
-        file (docs/operations.md): {", ".join(RouterSettings.model_fields)}""",
+        file (docs/settings.md): {", ".join(RouterSettings.model_fields)}""",
     )  # fmt: skip
     parser.add_argument("--api-keys", metavar="FILE", help="API keys (see docs/security.md); default: none are needed")
     for prefix, what in (

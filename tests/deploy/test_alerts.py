@@ -28,5 +28,5 @@ def test_each_alert_is_proved_and_has_its_line_in_the_runbook() -> None:
     fires = {case["alertname"] for case in cases if case.get("exp_alerts")}
     stays_quiet = {case["alertname"] for case in cases if not case.get("exp_alerts")}
     assert fires == stays_quiet == alerts
-    runbook = (REPOSITORY / "docs/operations.md").read_text()
+    runbook = (REPOSITORY / "docs/monitoring.md").read_text()
     assert {alert for alert in alerts if f"| {alert} |" not in runbook} == set()

@@ -271,7 +271,7 @@ def test_a_command_inside_the_head_finds_the_controller_and_the_file() -> None:
     (head,) = find(objects, "RayCluster")["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
     (control,) = [each["value"] for each in head["env"] if each["name"] == "WEFT_CONTROL"]
     assert control == f"127.0.0.1:{cluster_spec(objects).control_port}"
-    manual = (REPOSITORY / "docs/operations.md").read_text()
+    manual = (REPOSITORY / "docs/install.md").read_text()
     assert f"-c {head['name']} -- weft apply {head['args'][0]} --wait" in manual
 
 
@@ -796,7 +796,7 @@ def test_old_kubernetes_is_refused() -> None:
 
 
 def test_commands_of_the_manual_touch_only_the_pods_of_one_release() -> None:
-    manual = (REPOSITORY / "docs/operations.md").read_text()
+    manual = "".join((REPOSITORY / "docs" / page).read_text() for page in ("install.md", "operations.md"))
     selectors = re.findall(r"kubectl delete pod -l (\S+?)(?:`|\s)", manual)
     assert len(selectors) == 2
     for selector in selectors:

@@ -18,7 +18,7 @@ DOCKERFILE = REPOSITORY / "deploy/Dockerfile"
 TARGETS = ("router", "cpu", "cuda")
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 MAX_BYTES, MAX_CODE_BYTES = 200e6, 20e6
-"""Of the router's layers over its base, and of the last one; docs/operations.md tells what they are."""
+"""Of the router's layers over its base, and of the last one; docs/install.md tells what they are."""
 
 
 def instructions() -> dict[str, list[str]]:
