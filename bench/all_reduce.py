@@ -16,14 +16,12 @@ those: it compares with what a link can do, whatever n. On a GPU this was never 
 """
 
 import argparse
-import json
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,9 +32,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from bench.errors import BenchConfigError
 from bench.load.hardware import recorded
-from bench.load.report import append_line, check_line_file
 from bench.load.statistics import percentile
-from bench.machine import describe_machine, describe_torch
+from bench.result_line import add_json_flag, end_with_line
 from bench.script import make_parser, run_script
 from parallel.collectives import all_reduce
 from parallel.device.base import Device
@@ -106,8 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table and one line of JSON."""
     args = _parse(arguments)
     options = _options(args)
-    if args.json is not None:
-        check_line_file(args.json)
     device = select_device(options.device)
     if device.works_by_itself:
         check_gpus(options.ranks, torch.cuda.device_count())
@@ -118,11 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for each in timings
     ]
     settings = {**asdict(options), "device": device.torch_device.type}
-    line = {"benchmark": "all_reduce", "settings": settings, "rows": rows}
-    text = json.dumps({**line, **describe_machine(), **describe_torch()})
-    print(text)
-    if args.json is not None:
-        append_line(text, args.json)
+    end_with_line("all_reduce", {"settings": settings, "rows": rows}, has_torch=True, file=args.json)
 
 
 def check_gpus(ranks: Sequence[int], num_gpus: int) -> None:
@@ -246,7 +237,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=NAMES, default="auto", help="(%(default)s)")
     parser.add_argument("--dtype", choices=[*DTYPES], default="bfloat16", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help=f"rounds of {_NUM_CALLS} calls each way (%(default)s)")
-    parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
+    add_json_flag(parser)
     return parser.parse_args(arguments)
 
 

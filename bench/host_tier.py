@@ -7,7 +7,6 @@ prompt, one with the prompt that was evicted last, and that one again; beside th
 host tier. The limit of the second is memory's rate for what is copied: the evicted blocks out, the found ones in.
 """
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import describe_machine
+from bench.result_line import end_with_line
 from bench.script import count, make_parser, run_script
 from parallel.families.registry import describe_model
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -106,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for kind, each in times.items():
         table.add_row(kind, *(f"{value * 1e3:.1f} ms" for value in (median(each), min(each), max(each))))
     Console().print(table)
-    print(json.dumps({"machine": describe_machine(), "tokens": options.tokens, "seconds": times}))
+    end_with_line("host_tier", {"tokens": options.tokens, "seconds": times})
 
 
 if __name__ == "__main__":

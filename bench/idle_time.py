@@ -8,7 +8,6 @@ warms up. Without a backlog ranks sleep, which counts as nothing.
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
@@ -23,7 +22,7 @@ from bench.load.calls import Lengths
 from bench.load.datasets import DatasetOptions, make_sessions, take_calls
 from bench.load.engine_run import run_engine
 from bench.load.geometries import find_model
-from bench.machine import describe_machine
+from bench.result_line import end_with_line
 from bench.script import count, counts, make_parser, run_script
 from cluster.config import build_section
 from workers.config import EngineConfig
@@ -69,7 +68,7 @@ def main() -> None:
                         str(num_ranks), asynchronous, str(num_requests), f"{idle:.2%}", *(f"{x:.2f}" for x in rest)
                     )
     Console().print(table)
-    print(json.dumps({"machine": describe_machine(), "rows": rows}))
+    end_with_line("idle_time", {"rows": rows})
 
 
 def _ways(text: str) -> list[str]:

@@ -8,9 +8,7 @@ as a CUDA graph, as the engine does: the host has no part in the time.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -19,8 +17,7 @@ from torch import Tensor
 
 from bench.load.geometries import find_model
 from bench.load.hardware import best_s, measure_ceiling, recorded
-from bench.load.report import append_line, check_line_file
-from bench.machine import describe_machine, describe_torch
+from bench.result_line import add_json_flag, end_with_line
 from bench.script import counts, make_parser, run_script
 from parallel.description import DecoderDescription
 from parallel.device.base import Device
@@ -41,8 +38,6 @@ Multiply = Callable[[Tensor], Tensor]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table and one line of JSON."""
     options = _parse(arguments)
-    if options.json is not None:
-        check_line_file(options.json)
     folder, device = find_model(options.model), select_device(options.device)
     dtype = choose_dtype(options.dtype, folder, device, "auto")
     kernels = select_kernels(device.torch_device, dtype)
@@ -61,11 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append({"matrix": name, "rows": num_rows, **dict(zip(columns, row_s, strict=True))})
             table.add_row(name, str(num_rows), *(f"{each * 1e6:.1f}" for each in row_s))
     Console().print(table)
-    found = {"benchmark": "linear_time", "model": options.model, "dtype": str(dtype), "read_bytes_per_s": rate}
-    text = json.dumps({**found, "results": results, **describe_machine(), **describe_torch()})
-    print(text)
-    if options.json is not None:
-        append_line(text, options.json)
+    fields = {"model": options.model, "dtype": str(dtype), "read_bytes_per_s": rate, "results": results}
+    end_with_line("linear_time", fields, has_torch=True, file=options.json)
 
 
 def _shapes(description: DecoderDescription) -> dict[str, tuple[int, int]]:
@@ -123,7 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=NAMES, default="auto", help="(%(default)s)")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="bfloat16", help="(%(default)s)")
     parser.add_argument("--rows", type=counts, default=[1, 4, 16, 64], help="(1,4,16,64)")
-    parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
+    add_json_flag(parser)
     return parser.parse_args(arguments)
 
 

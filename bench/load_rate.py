@@ -7,7 +7,6 @@ with an empty page cache, and again with a full one; as many bytes copied from m
 that loading has to do. Each load is a process of its own, as a rank is; imports do not count. Linux only.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import describe_machine
+from bench.result_line import end_with_line
 from bench.script import count, make_parser, run_script
 from cluster.spares import engine_variables
 from parallel.dtypes import DTYPES
@@ -84,7 +83,7 @@ def main() -> None:
         of_disk = f"{median(values) / median(rates['disk']):.0%}"
         table.add_row(name, f"{median(values):.2f}", " ".join(f"{value:.2f}" for value in values), of_disk)
     Console().print(table)
-    print(json.dumps({"machine": describe_machine(), "bytes": num_bytes, "gb_per_s": rates}))
+    end_with_line("load_rate", {"bytes": num_bytes, "gb_per_s": rates})
 
 
 def _cold(files: Sequence[Path], step: Callable[[], float]) -> float:

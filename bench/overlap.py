@@ -11,7 +11,6 @@ time. `--launch`: milliseconds that starting a step takes the host besides, Pyth
 
 import asyncio
 import gc
-import json
 import statistics
 import sys
 import time
@@ -26,8 +25,8 @@ from weft.v1 import replica_pb2
 from bench.load.calls import Lengths, Session
 from bench.load.datasets import DatasetOptions, make_sessions, take_calls
 from bench.load.engine_run import run_engine
-from bench.machine import describe_machine
 from bench.queued_device import QueuedDevice, build_queued_engine
+from bench.result_line import end_with_line
 from bench.script import count, counts, length, lengths, make_parser, run_script
 from cluster.config import build_section
 from cluster.models import DEFAULT_MODEL, resolve_model
@@ -65,7 +64,7 @@ def main() -> None:
             cells = (format(value, _FORMATS[name.split("_")[1]]) for name, value in row.items())
             table.add_row(f"{step_ms:g}", str(num_running), *cells)
     Console().print(table)
-    print(json.dumps({"machine": describe_machine(), "launch_ms": args.launch, "rows": rows}))
+    end_with_line("overlap", {"launch_ms": args.launch, "rows": rows})
 
 
 def _measure(

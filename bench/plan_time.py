@@ -7,7 +7,6 @@ between two steps (--pause-ms); a longer pause lets the cores fall asleep, which
 With more ranks than cores the last ones wait for a core.
 """
 
-import json
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.load.statistics import percentile
-from bench.machine import describe_machine
+from bench.result_line import end_with_line
 from bench.script import count, counts, length, make_parser, run_script
 from workers.plan import ScheduledSequence, StepPlan
 from workers.transport import LeaderLink, RankLink
@@ -44,7 +43,7 @@ def main() -> None:
         rows.append({"ranks": num_ranks, **row})
         table.add_row(str(num_ranks), *(f"{value:.0f}" for value in row.values()))
     Console().print(table)
-    print(json.dumps({"machine": describe_machine(), "pause_ms": args.pause_ms, "groups": rows}))
+    end_with_line("plan_time", {"pause_ms": args.pause_ms, "groups": rows})
 
 
 def _measure(num_ranks: int, num_seqs: int, pause_s: float, num_plans: int) -> dict[str, float]:

@@ -5,7 +5,6 @@ python -m bench.process_tree -- make demo       runs the command, reports the pe
 """
 
 import ctypes
-import json
 import math
 import os
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.result_line import end_with_line
 from bench.script import make_parser
 
 _PROC = Path("/proc")
@@ -184,7 +184,7 @@ def _report(memory: TreeMemory) -> None:
         table.add_row(str(process.pid), process.command[:60], *numbers)
     table.add_row("", f"{len(memory.processes)} processes", f"{memory.pss_bytes / 1e6:.0f}", "", style="bold")
     Console().print(table)
-    print(json.dumps({"processes": len(memory.processes), "pss_bytes": memory.pss_bytes}))
+    end_with_line("process_tree", {"processes": len(memory.processes), "pss_bytes": memory.pss_bytes})
 
 
 if __name__ == "__main__":

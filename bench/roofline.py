@@ -9,11 +9,9 @@ targets are those of an H200; on a CPU the same is measured, and no target is me
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -28,8 +26,7 @@ from bench.load.hardware import Ceiling, measure_ceiling
 from bench.load.model_cost import ModelCost, Work
 from bench.load.offline import engine_config
 from bench.load.records import CallRecord
-from bench.load.report import append_line, check_line_file
-from bench.machine import describe_machine, describe_torch
+from bench.result_line import add_json_flag, end_with_line
 from bench.script import count, counts, make_parser, run_script
 from cluster.operate import parse_settings
 from parallel.device.select import NAMES, select_device
@@ -134,8 +131,6 @@ def _run(engine: Engine, num_seqs: int, num_in: int, num_out: int, salt: str) ->
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print tables and one line of JSON."""
     options = _parse(arguments)
-    if options.json is not None:
-        check_line_file(options.json)
     settings = {"device": options.device, "dtype": options.dtype, **parse_settings(options.set)}
     folder = find_model(options.model)
     config = engine_config(folder, settings)
@@ -165,11 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _print(ceiling, phases, attention_s)
     found = {"phases": [{**asdict(phase), "share": phase.share} for phase in phases], "attention_s": attention_s}
     settings = {name: str(value) for name, value in vars(options).items()}
-    line = {"benchmark": "roofline", "settings": settings, "ceiling": asdict(ceiling), **found}
-    text = json.dumps({**line, **describe_machine(), **describe_torch()})
-    print(text)
-    if options.json is not None:
-        append_line(text, options.json)
+    fields = {"settings": settings, "ceiling": asdict(ceiling), **found}
+    end_with_line("roofline", fields, has_torch=True, file=options.json)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -187,7 +179,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--contexts", type=counts, default=[4096, 65536], help="context lengths of attention (4096,65536)"
     )
     parser.add_argument("--new-tokens", type=count, default=1, help="tokens that attend, one sequence's (%(default)s)")
-    parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
+    add_json_flag(parser)
     return parser.parse_args(arguments)
 
 

@@ -11,7 +11,6 @@ No sockets, no tasks. It should not grow with the replicas where a policy looks 
 loaded look at all.
 """
 
-import json
 import random
 import statistics
 import time
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 
 from weft.v1 import replica_pb2
 
+from bench.result_line import end_with_line
 from bench.script import count, make_parser, run_script
 from router.breaker import Breaker
 from router.config import BreakerConfig, FailoverConfig, PolicyName, PrefixPolicyConfig
@@ -86,7 +86,7 @@ def main() -> None:
             median_us, p99_us = statistics.median(times) * 1e6, times[len(times) * 99 // 100] * 1e6
             print(f"{policy:16}{num_replicas:10}{median_us:12.1f}{p99_us:10.1f}")
             rows.append({"policy": policy, "replicas": num_replicas, "median_us": median_us, "p99_us": p99_us})
-    print(json.dumps(rows))
+    end_with_line("route_time", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ each. `flat`: all are nearly the same, which is the worst for top-p. The least t
 at the rate measured in this process. On a CPU the engine mostly asks the head for tokens, and no logits are made.
 """
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.load.hardware import best_s, measure_ceiling
-from bench.machine import describe_machine, describe_torch
+from bench.result_line import end_with_line
 from bench.script import counts, make_parser, run_script
 from parallel.device.base import Device
 from parallel.device.select import NAMES, select_device
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 times = (f"{each * 1e3:.3f}" for each in (*times_s, least_s))
                 table.add_row(str(vocab_size), str(num_rows), kind, *times)
     Console().print(table)
-    print(json.dumps({"benchmark": "sampling_time", "rows": results, **describe_machine(), **describe_torch()}))
+    end_with_line("sampling_time", {"rows": results}, has_torch=True)
 
 
 def _logits(num_rows: int, vocab_size: int, exponent: float, device: Device) -> Tensor:

@@ -9,7 +9,6 @@ target is 0.85. The first round of each workload warms up. Linux only.
 
 import argparse
 import asyncio
-import json
 import math
 import multiprocessing
 import re
@@ -32,8 +31,8 @@ from bench.load.serve import measure
 from bench.load.serve_values import ServeOptions
 from bench.load.statistics import summarize
 from bench.load.workloads import WORKLOADS
-from bench.machine import describe_machine
 from bench.paused_service import PausedService, start_service
+from bench.result_line import end_with_line
 from bench.script import count, make_parser, run_script
 from cluster.config import build_section
 from workers.cores import give_way
@@ -64,7 +63,7 @@ def main() -> None:
             speeds = (f"{statistics.median(side):.1f}" for side in zip(*pairs, strict=True))
             table.add_row(name, str(rounds), *speeds, f"{middle:.3f}", f"{low:.3f}, {high:.3f}")
     Console().print(table)
-    print(json.dumps({"machine": describe_machine(), "rows": rows}))
+    end_with_line("served_share", {"rows": rows})
 
 
 def _rounds(text: str) -> dict[str, int]:

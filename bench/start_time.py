@@ -12,7 +12,6 @@ by default, whatever PYTHONDONTWRITEBYTECODE says here. Linux only.
 """
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -29,7 +28,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import cpu_time, describe_machine
+from bench.machine import cpu_time
+from bench.result_line import end_with_line
 from bench.script import count, make_parser, run_script
 
 _ANY_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0", "--control-port", "0")
@@ -73,7 +73,7 @@ def main() -> None:
     for name, text in _CPU.items():
         told = " ".join(f"{seen[name]:.1f}" for seen in rounds)
         console.print(f"seconds of CPU {text}: {told}", highlight=False)
-    print(json.dumps({"machine": describe_machine(), "load": os.getloadavg(), "rounds": rounds}))
+    end_with_line("start_time", {"load": os.getloadavg(), "rounds": rounds})
 
 
 def _round(args: argparse.Namespace) -> dict[str, float]:

@@ -9,7 +9,6 @@ decides, as `weft serve --record-decisions` has it.
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from rich.table import Table
 from weft.recording import Recorder
 
 from bench.load.statistics import percentile
-from bench.machine import describe_machine
+from bench.result_line import end_with_line
 from bench.script import count, counts, make_parser, run_script
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.inputs import InputBuilder
@@ -148,16 +147,8 @@ def main(argv: list[str] | None = None) -> None:
         for policy in options.policy
     ]
     _print(found)
-    print(
-        json.dumps(
-            {
-                "machine": describe_machine(),
-                "steps": options.steps,
-                "recorded": options.recorded,
-                "times": list(map(asdict, found)),
-            }
-        )
-    )
+    times = list(map(asdict, found))
+    end_with_line("step_time", {"steps": options.steps, "recorded": options.recorded, "times": times})
 
 
 def _policies(text: str) -> list[SchedulingPolicy]:

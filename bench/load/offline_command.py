@@ -14,7 +14,8 @@ from bench.load.flag_groups import GoalFlags, OfflineFlags, PromptFlags
 from bench.load.flags import find_idle, parse_datasets, parse_targets
 from bench.load.offline import OfflineOptions, OfflineResult, measure_offline
 from bench.load.progress import OfflineProgress
-from bench.load.report import append_line, check_line_file, offline_line, print_offline, short_dataset, warn, warn_idle
+from bench.load.report import offline_line, print_offline, short_dataset, warn, warn_idle
+from bench.result_line import append_line, check_line_file
 from cluster.operate import parse_settings
 
 _DEFAULT_NUM_REQUESTS = 32

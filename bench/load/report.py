@@ -1,23 +1,20 @@
 """What people see of a benchmark: tables. And one line of JSON for programs."""
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
 from bench.load.serve_values import Outcome, Point, ServeOptions
 from bench.load.statistics import Distribution, Summary, describe_errors
 from bench.load.utilization import Peak, Utilization
-from bench.machine import describe_machine, describe_torch
 from bench.plain_json import to_plain
+from bench.result_line import make_line
 
 if TYPE_CHECKING:
     from bench.load.offline import OfflineOptions, OfflineResult, Repeat  # torch
@@ -171,36 +168,14 @@ def serve_line(options: ServeOptions, outcome: Outcome) -> str:
     ]
     model = None if outcome.model is None else outcome.model.name
     ranks = {"peak": to_plain(outcome.peak), "ranks_unknown": outcome.ranks_unknown}
-    fields = {"benchmark": "serve", "model": model, "complete": outcome.is_complete, "arguments": to_plain(options)}
-    return _line({**fields, "points": points, **ranks})
+    fields = {"model": model, "complete": outcome.is_complete, "arguments": to_plain(options)}
+    return make_line("serve", {**fields, "points": points, **ranks})
 
 
 def offline_line(options: "OfflineOptions", result: "OfflineResult") -> str:
     """Return everything about an offline benchmark, as one line of JSON."""
-    fields = {"benchmark": "offline", "complete": result.is_complete, "arguments": to_plain(options)}
-    return _line({**fields, "result": to_plain(result)} | describe_torch())
-
-
-def check_line_file(file: Path) -> None:
-    """Check that a line can be added to a file, before hours of measuring. Raises BenchError."""
-    _append("", file)
-
-
-def append_line(line: str, file: Path) -> None:
-    """Add a line to a file. Raises BenchError when it cannot be written."""
-    _append(line + "\n", file)
-
-
-def _append(text: str, file: Path) -> None:
-    try:
-        with file.open("a", encoding="utf-8") as out:
-            out.write(text)
-    except OSError as error:
-        raise BenchError(f"{file} cannot be written: {error.strerror}") from error
-
-
-def _line(fields: Mapping[str, Any]) -> str:
-    return json.dumps({**fields, **describe_machine()}, allow_nan=False)
+    fields = {"complete": result.is_complete, "arguments": to_plain(options), "result": to_plain(result)}
+    return make_line("offline", fields, has_torch=True)
 
 
 def _latency_table(point: Point) -> Table:

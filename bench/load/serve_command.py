@@ -13,10 +13,11 @@ from bench.load.flag_groups import RankFlags
 from bench.load.flags import find_control
 from bench.load.plots import check_plots, plot_sweep
 from bench.load.progress import ServeProgress
-from bench.load.report import append_line, check_line_file, print_limits, print_sweep, serve_line, warn_idle
+from bench.load.report import print_limits, print_sweep, serve_line, warn_idle
 from bench.load.serve import measure
 from bench.load.serve_values import Outcome, ServeOptions
 from bench.load.service_ranks import ServiceRanks
+from bench.result_line import append_line, check_line_file
 from cluster.cli_connection import connect
 from cluster.control_client import ControlClient
 from workers.cores import give_way

@@ -7,7 +7,6 @@ process was busy are marked and do not count. Ends with one line of JSON.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -19,14 +18,13 @@ from rich.console import Console
 
 from bench.errors import BenchConfigError
 from bench.load.geometries import find_model
-from bench.load.report import append_line, check_line_file
 from bench.load.workloads import DEFAULT_WORKLOADS, WORKLOADS
-from bench.machine import describe_machine
 from bench.peers.catalog import PEERS, WEFT, check_peers, default_venvs
 from bench.peers.comparison import SMALL_GAP
 from bench.peers.measure import Options, measure
 from bench.peers.report import make_report, print_report
 from bench.peers.worker import Sampling
+from bench.result_line import add_json_flag, end_with_line
 from bench.script import make_parser, run_script
 from workers.errors import InvalidRequestError
 from workers.request import SamplingParams
@@ -41,12 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(stderr=True)
     options = _options(args)
     outcome = measure(options, tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-    report = make_report(options, outcome, machine=describe_machine())
     print_report(Console(), outcome)
-    line = json.dumps(report)
-    print(line)
-    if args.json is not None:
-        append_line(line, args.json)
+    end_with_line("peers", make_report(options, outcome), file=args.json)
     if outcome.was_interrupted:
         sys.exit(_INTERRUPTED)
 
@@ -79,7 +73,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=0, help="seed of the prompts; each round has the next (%(default)s)"
     )
     parser.add_argument("--settle", type=float, default=0.5, help="seconds between two runs (%(default)s)")
-    parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
+    add_json_flag(parser)
     return parser.parse_args(arguments)
 
 
@@ -97,8 +91,6 @@ def _options(args: argparse.Namespace) -> Options:
     num_threads = len(os.sched_getaffinity(0)) if args.threads is None else args.threads
     if num_threads < 1:
         raise BenchConfigError(f"--threads is {num_threads}; allowed: at least 1")
-    if args.json is not None:
-        check_line_file(args.json)
     return Options(
         model=find_model(args.geometry),
         dtype=args.dtype,

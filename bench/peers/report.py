@@ -1,6 +1,6 @@
 """Tables for people and one JSON value for programs, of a comparison with peers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,11 +12,10 @@ from bench.peers.comparison import Row, summarize
 from bench.peers.measure import Options, Outcome, describe_agreement
 
 
-def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any]) -> dict[str, Any]:
+def make_report(options: Options, outcome: Outcome) -> dict[str, Any]:
     """Return everything that was seen and computed; every round is in it, the contended ones marked."""
     rows = summarize(outcome.measured, reference=WEFT)
     return {
-        "bench": "peers",
         "model": options.model.name,
         "dtype": options.dtype,
         "device": options.device,
@@ -26,7 +25,6 @@ def make_report(options: Options, outcome: Outcome, *, machine: Mapping[str, Any
         "was_interrupted": outcome.was_interrupted,
         "seed": options.seed,
         "num_threads": options.num_threads,
-        "machine": dict(machine),
         "engines": {name: asdict(loaded) for name, loaded in outcome.loaded.items()},
         "skipped": outcome.skipped,
         "rows": [asdict(row) for row in rows],

@@ -33,15 +33,15 @@ from bench.load.datasets import DatasetOptions
 from bench.load.flag_groups import LoadFlags
 from bench.load.flags import parse_lengths, parse_loads
 from bench.load.geometries import find_model
-from bench.load.report import append_line, check_line_file, load_name
+from bench.load.report import load_name
 from bench.load.sender import Protocol, Target
 from bench.load.serve import measure
 from bench.load.serve_values import ServeOptions
 from bench.load.statistics import Distribution, Summary, describe_errors
-from bench.machine import describe_machine
 from bench.paused_service import PausedService, start_service
 from bench.peers.catalog import WEFT, Start, default_venvs, find_start
 from bench.plain_json import to_plain
+from bench.result_line import add_json_flag, end_with_line
 from bench.script import count, length, make_parser, run_script
 from workers.cores import give_way
 
@@ -110,8 +110,6 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and end with a line of JSON."""
     args = _parse(arguments)
-    if args.json is not None:
-        check_line_file(args.json)
     options = _options(args)
     console = Console(stderr=True)
     measured: list[Measured] = []
@@ -124,19 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         was_interrupted = True
     rows = summarize(measured)
     _print(Console(), rows, title=f"{args.model}, {options.dtype}, over HTTP")
-    line = json.dumps(
-        {
-            "bench": "peers.served",
-            "settings": {name: str(value) for name, value in vars(args).items()},
-            "was_interrupted": was_interrupted,
-            "machine": describe_machine(),
-            "rows": to_plain(rows),
-            "measured": to_plain(measured),
-        }
-    )
-    print(line)
-    if args.json is not None:
-        append_line(line, args.json)
+    fields = {
+        "settings": {name: str(value) for name, value in vars(args).items()},
+        "was_interrupted": was_interrupted,
+        "rows": to_plain(rows),
+        "measured": to_plain(measured),
+    }
+    end_with_line("peers.served", fields, file=args.json)
     if was_interrupted:
         sys.exit(_INTERRUPTED)
 
@@ -277,7 +269,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=count, default=3, help="(%(default)s)")
     parser.add_argument("--max-num-seqs", type=count, default=64, help="requests that run at once (%(default)s)")
     parser.add_argument("--venvs", type=Path, default=default_venvs(), help="where vLLM's is (%(default)s)")
-    parser.add_argument("--json", type=Path, help="a file that the line of JSON is added to")
+    add_json_flag(parser)
     return parser.parse_args(arguments)
 
 

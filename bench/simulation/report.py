@@ -1,6 +1,5 @@
 """What `weft simulate` tells of its policies: a table with a column for each, and a line of JSON for programs."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import describe_machine
 from bench.plain_json import to_plain
+from bench.result_line import make_line
 
 
 def print_outcomes(console: Console, outcomes: Sequence[Mapping[str, str]]) -> None:
@@ -25,5 +24,4 @@ def print_outcomes(console: Console, outcomes: Sequence[Mapping[str, str]]) -> N
 
 def outcomes_line(options: Any, outcomes: Sequence[Any]) -> str:
     """Return everything about a simulation, as one line of JSON."""
-    fields = {"benchmark": "simulate", "arguments": to_plain(options), "outcomes": to_plain(outcomes)}
-    return json.dumps({**fields, **describe_machine()}, allow_nan=False)
+    return make_line("simulate", {"arguments": to_plain(options), "outcomes": to_plain(outcomes)})

@@ -22,8 +22,9 @@ from bench.load.calls import Lengths, Session
 from bench.load.dataset_files import TraceLimits, read_trace
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take_calls
 from bench.load.flag_groups import ClusterFlags
-from bench.load.report import append_line, check_line_file, warn
+from bench.load.report import warn
 from bench.load.statistics import Distribution
+from bench.result_line import append_line, check_line_file
 from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulation.controller import Autoscaling, FleetSettings
 from bench.simulation.jobs import draw_times

@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.errors import BenchConfigError
-from bench.load.report import append_line, check_line_file
 from bench.load.statistics import Distribution
+from bench.result_line import append_line, check_line_file
 from bench.simulation.jobs import DEFAULT_RATE, Job, draw_jobs, read_jobs, with_deadlines
 from bench.simulation.quiet_loggers import only_errors
 from bench.simulation.report import outcomes_line, print_outcomes

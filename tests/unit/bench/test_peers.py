@@ -169,7 +169,7 @@ def test_engines_that_fail_are_left_out_and_the_others_are_compared(
     assert set(outcome.skipped) == {"openvino", "llama.cpp"}
     assert "no such dtype" in outcome.skipped["openvino"]
     assert outcome.agreements["W1"]["vllm"].num_far == 1
-    report = json.loads(json.dumps(make_report(options, outcome, machine={})))
+    report = json.loads(json.dumps(make_report(options, outcome)))
     assert [(row["workload"], row["engine"]) for row in report["rows"]] == [("W1", WEFT), ("W1", "vllm")]
 
 
@@ -190,7 +190,7 @@ def test_tokens_are_compared_greedily_and_the_rounds_are_as_asked(
     outcome = measure(options, tell=lambda line: None)
     warm_up = [each for name in (WEFT, "vllm") for each in ((name, _GREEDY), (name, drawn))]
     assert asked == [(WEFT, _GREEDY), *warm_up, *[(WEFT, drawn), ("vllm", drawn)] * 2]
-    assert make_report(options, outcome, machine={})["sampling"]["top_k"] == 20
+    assert make_report(options, outcome)["sampling"]["top_k"] == 20
 
 
 def test_how_tokens_are_drawn_reaches_the_engine() -> None:
@@ -226,7 +226,7 @@ def test_an_interrupt_leaves_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert [(each.round, each.engine) for each in outcome.measured] == [(1, WEFT), (1, "vllm")]
     assert outcome.was_interrupted
     assert "interrupted" in lines[-1]
-    assert make_report(options, outcome, machine={})["was_interrupted"]
+    assert make_report(options, outcome)["was_interrupted"]
 
 
 def test_an_interrupt_before_anything_was_measured_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_report_shows_rates_ratios_and_milliseconds_and_the_best_peer(tmp_path: 
         "openvino is missing: no environment",
     ):
         assert row in text
-    report = make_report(_options(tmp_path, "vllm"), outcome, machine={})
+    report = make_report(_options(tmp_path, "vllm"), outcome)
     assert {workload: row["engine"] for workload, row in report["best_peer"].items()} == {"W1": "vllm", "W2": "slow"}
     assert [section["is_contended"] for section in report["sections"]] == [False] * 4 + [True] * 2 + [False] * 2
 
