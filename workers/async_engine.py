@@ -8,13 +8,13 @@ on_step, on_failure  <-- call_soon_threadsafe --  results
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from workers.cores import compute_here
 from workers.engine import Engine, EngineLoad, StepResult
-from workers.errors import EngineError, EngineStoppedError, GroupFailedError, InvalidRequestError, RequestFailedError
+from workers.errors import EngineError, EngineStoppedError, GroupFailedError, RequestFailedError
 from workers.request import Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class AsyncEngine:
         self._is_stopping = False  # no more commands are taken
         self._has_collected = False  # a step, of which nobody was told yet
         self._wake = threading.Condition()
-        self._queues: dict[RequestId, asyncio.Queue[RequestOutput | BaseException]] = {}  # until the last output
         self._failure: BaseException | None = None
         self._longest_turn_s = longest_turn_s
         self._num_turn_marks = 0  # odd while the thread is amid a turn
@@ -111,34 +110,6 @@ class AsyncEngine:
     def abort(self, request_id: RequestId) -> None:
         """End a request, from any thread. Nothing happens when it has ended, or when all are being ended."""
         self._command(request_id)
-
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """Submit a request and yield its outputs; closing the iterator aborts it.
-
-        Raises:
-            EngineError: the request was refused, it failed, or the group did.
-        """
-        if self._is_stopping:
-            raise self._refusal()
-        if request.request_id in self._queues:  # whose outputs would go to the wrong one, its refusal among them
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use; allowed: a new one")
-        queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-        self._queues[request.request_id] = queue
-        self.submit(request)
-        has_ended = False
-        try:
-            while not has_ended:
-                output = await queue.get()
-                if isinstance(output, BaseException):
-                    has_ended = True
-                    raise GroupFailedError(f"the engine has failed: {output}") from output
-                has_ended = output.finish is not None or output.error is not None
-                if output.error is not None:
-                    raise output.error
-                yield output
-        finally:
-            if not has_ended:
-                self.abort(request.request_id)
 
     def snapshot(self) -> Snapshot:
         """Return what the results given to `on_step` so far add up to; the next one continues from here."""
@@ -184,11 +155,6 @@ class AsyncEngine:
         for block_hash in result.evicted_block_hashes:
             self._resident.pop(block_hash, None)
         self._load = result.load
-        for output in result.outputs:
-            is_last = output.finish is not None or output.error is not None
-            queue = (self._queues.pop if is_last else self._queues.get)(output.request_id, None)
-            if queue is not None:
-                queue.put_nowait(output)
         if self._on_step is not None:
             self._on_step(result)
 
@@ -217,9 +183,6 @@ class AsyncEngine:
     def _fail(self, error: BaseException) -> None:
         if self._failure is not error:
             return  # it is known as hung, and has failed since
-        for queue in self._queues.values():
-            queue.put_nowait(error)
-        self._queues.clear()
         if self._on_failure is not None:
             self._on_failure(error)
 

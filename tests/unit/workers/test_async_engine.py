@@ -18,11 +18,54 @@ from weft.recording import Recorder, Recording
 from workers import async_engine
 from workers.async_engine import AsyncEngine
 from workers.detokenizer import IncrementalDetokenizer
-from workers.engine import StepResult
+from workers.engine import Engine, StepResult
 from workers.errors import EngineStoppedError, GroupFailedError, InvalidRequestError, RequestFailedError
 from workers.plan import StepPlan
 from workers.recording import SchedulerCall, SchedulerSetup, Updated
-from workers.request import FinishReason, RequestId, RequestOutput
+from workers.request import FinishReason, Request, RequestId, RequestOutput
+
+
+class HeardEngine(AsyncEngine):
+    """An engine that tells the outputs of one request from those of others."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[StepResult], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
+        longest_turn_s: float | None = None,
+    ) -> None:
+        self._heard: dict[RequestId, asyncio.Queue[RequestOutput | BaseException]] = {}
+
+        def hear(result: StepResult) -> None:
+            for output in result.outputs:
+                if output.request_id in self._heard:
+                    self._heard[output.request_id].put_nowait(output)
+            if on_step is not None:
+                on_step(result)
+
+        def hear_failure(error: BaseException) -> None:
+            for queue in self._heard.values():
+                queue.put_nowait(error)
+            if on_failure is not None:
+                on_failure(error)
+
+        super().__init__(engine, on_step=hear, on_failure=hear_failure, longest_turn_s=longest_turn_s)
+
+    async def generate(self, item: Request) -> AsyncIterator[RequestOutput]:
+        """Submit a request and yield its outputs; raise what it failed with, or the group."""
+        queue = self._heard[item.request_id] = asyncio.Queue()
+        self.submit(item)
+        has_ended = False
+        while not has_ended:
+            output = await queue.get()
+            if isinstance(output, BaseException):
+                raise output
+            if output.error is not None:
+                raise output.error
+            has_ended = output.finish is not None
+            yield output
 
 
 @asynccontextmanager
@@ -31,7 +74,7 @@ async def started(
     *,
     on_step: Callable[[StepResult], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
-) -> AsyncIterator[AsyncEngine]:
+) -> AsyncIterator[HeardEngine]:
     """An engine that does a step when the loop has seen the one before: it cannot run ahead of the test."""
     seen = threading.Semaphore(1)
 
@@ -44,7 +87,7 @@ async def started(
             on_step(result)
 
     executor.on_collect = wait_for_loop
-    engine = AsyncEngine(fake_engine(executor), on_step=see, on_failure=on_failure)
+    engine = HeardEngine(fake_engine(executor), on_step=see, on_failure=on_failure)
     engine.start()
     try:
         yield engine
@@ -68,7 +111,7 @@ class StuckExecutor(FakeExecutor):
 
 async def test_a_step_that_does_not_end_fails_the_group(caplog: pytest.LogCaptureFixture) -> None:
     executor, failures = StuckExecutor(), list[BaseException]()
-    engine = AsyncEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=0.2)
+    engine = HeardEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=0.2)
     engine.start()
     try:
         async with asyncio.timeout(30):
@@ -100,20 +143,9 @@ async def test_stop_leaves_a_step_that_hangs_to_itself() -> None:
     await until(lambda: executor.is_closed)
 
 
-async def test_id_is_in_use_until_the_request_has_ended() -> None:
-    async with started(FakeExecutor()) as engine:
-        first = engine.generate(request("a", [1, 2, 3], max_tokens=100))
-        await anext(first)
-        await first.aclose()
-        with pytest.raises(InvalidRequestError, match="request id 'a' is in use"):
-            await collect(engine, "a", [4, 5])
-        await until(lambda: not engine._queues)
-        assert (await collect(engine, "a", [4, 5])).token_ids == run_alone(request("a", [4, 5]))
-
-
 async def test_what_has_failed_does_not_hang_besides() -> None:
     executor, failures = FakeExecutor(), list[BaseException]()
-    engine = AsyncEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=0.05)
+    engine = HeardEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=0.05)
     engine.start()
     executor.failure = GroupFailedError("rank 1 died")
     with pytest.raises(GroupFailedError, match="rank 1 died"):
@@ -128,7 +160,7 @@ async def test_what_has_failed_does_not_hang_besides() -> None:
 async def test_steps_may_go_on_for_longer_than_one_may_last() -> None:
     executor, failures = FakeExecutor(), list[BaseException]()
     executor.on_submit = lambda _: time.sleep(0.05)  # the model
-    engine = AsyncEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=1.0)
+    engine = HeardEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=1.0)
     engine.start()
     item = request("a", [1, 2, 3], max_tokens=30)
     assert (await collect(engine, "a", [1, 2, 3], max_tokens=30)).token_ids == run_alone(item)
@@ -161,7 +193,7 @@ def calls_in(path: Path) -> list[SchedulerCall]:
     return calls
 
 
-async def collect(engine: AsyncEngine, name: str, prompt: list[int], **sampling: Any) -> Outcome:
+async def collect(engine: HeardEngine, name: str, prompt: list[int], **sampling: Any) -> Outcome:
     outcome = Outcome()
     async for output in engine.generate(request(name, prompt, **sampling)):
         outcome.add(output)
@@ -189,7 +221,7 @@ async def test_next_step_runs_before_what_the_last_gave_is_made_ready(
     monkeypatch.setattr(IncrementalDetokenizer, "push", note_text)
     executor = FakeExecutor(looks_ahead=looks_ahead, max_in_flight=1 + looks_ahead)
     executor.on_submit = lambda plan: events.append(f"step {plan.number}")
-    engine = AsyncEngine(fake_engine(executor))
+    engine = HeardEngine(fake_engine(executor))
     engine.start()
     await collect(engine, "a", [1, 2, 3], max_tokens=4)
     await engine.stop()
@@ -211,24 +243,25 @@ async def test_refusal_comes_back_as_the_requests_output() -> None:
     assert isinstance(output.error, InvalidRequestError)
 
 
-async def test_an_id_in_use_is_refused_and_who_uses_it_goes_on() -> None:
-    async with started(FakeExecutor()) as engine:
-        outputs = engine.generate(request("a", [1], max_tokens=20))
-        token_ids = [*(await anext(outputs)).token_ids]
-        with pytest.raises(InvalidRequestError, match="request id 'a' is in use; allowed: a new one"):
-            await collect(engine, "a", [2], max_tokens=20)
-        async with asyncio.timeout(10):
-            async for output in outputs:
-                token_ids += output.token_ids
-    assert token_ids == run_alone(request("a", [1], max_tokens=20))
+async def test_an_id_in_use_is_refused_until_the_request_that_uses_it_has_ended() -> None:
+    outputs: list[RequestOutput] = []
+    async with started(FakeExecutor(), on_step=lambda result: outputs.extend(result.outputs)) as engine:
+        await anext(engine.generate(request("a", [1], max_tokens=20)))
+        engine.submit(request("a", [2], max_tokens=20))
+        await until(lambda: any(output.finish for output in outputs))
+        assert (await collect(engine, "a", [4, 5])).token_ids == run_alone(request("a", [4, 5]))
+    (refusal,) = (output.error for output in outputs if output.error)
+    assert isinstance(refusal, InvalidRequestError)
+    assert str(refusal) == "request id 'a' is in use; allowed: a new one"
+    token_ids = [token_id for output in outputs for token_id in output.token_ids]
+    assert token_ids[:20] == run_alone(request("a", [1], max_tokens=20))
 
 
-async def test_closing_the_iterator_aborts() -> None:
+async def test_abort_of_a_running_request_frees_its_blocks() -> None:
     results: list[StepResult] = []
     async with started(FakeExecutor(), on_step=results.append) as engine:
-        outputs = engine.generate(request("a", [1], max_tokens=190))
-        await anext(outputs)
-        await outputs.aclose()  # type: ignore[attr-defined]
+        await anext(engine.generate(request("a", [1], max_tokens=190)))
+        engine.abort(RequestId("a"))
         await until(lambda: any(output.finish for result in results for output in result.outputs))
         finishes = [output.finish for result in results for output in result.outputs if output.finish]
         assert [finish.reason for finish in finishes] == [FinishReason.ABORT]
@@ -245,7 +278,7 @@ async def test_when_all_has_ended_the_load_says_so(
     results: list[StepResult] = []
     last = run_alone(request("a", [1, 2, 3], max_tokens=7))[-1]
     executor = FakeExecutor(num_blocks=640, **shape)
-    engine = AsyncEngine(fake_engine(executor, eos_token_ids=frozenset([last])), on_step=results.append)
+    engine = HeardEngine(fake_engine(executor, eos_token_ids=frozenset([last])), on_step=results.append)
     engine.start()
     try:
         outputs = engine.generate(request("a", [1, 2, 3], max_tokens=150, ignore_eos=ends == "by an abort"))
@@ -254,7 +287,7 @@ async def test_when_all_has_ended_the_load_says_so(
                 pass
         else:
             await anext(outputs)
-            await outputs.aclose()  # type: ignore[attr-defined]
+            engine.abort(RequestId("a"))
         await until(lambda: results[-1].load.num_free_blocks == 640)
     finally:
         await engine.stop()
@@ -283,7 +316,7 @@ async def test_the_wait_for_the_step_in_flight_is_a_part_of_the_times() -> None:
     now_s = 10.0
     executor = StuckExecutor()
     inner = fake_engine(executor, clock=lambda: now_s)
-    engine = AsyncEngine(inner)
+    engine = HeardEngine(inner)
     engine.start()
     engine.submit(request("a", [1], max_tokens=100))
     await until(executor.is_stuck.is_set)
@@ -318,7 +351,7 @@ async def test_request_that_comes_just_before_the_stop_is_ended_too() -> None:
 @pytest.mark.parametrize("was_started", [True, False])
 async def test_a_request_after_the_stop_is_refused(was_started: bool) -> None:
     outputs: list[RequestOutput] = []
-    engine = AsyncEngine(fake_engine(), on_step=lambda result: outputs.extend(result.outputs))
+    engine = HeardEngine(fake_engine(), on_step=lambda result: outputs.extend(result.outputs))
     if was_started:
         engine.start()
     else:
@@ -328,7 +361,7 @@ async def test_a_request_after_the_stop_is_refused(was_started: bool) -> None:
         with pytest.raises(EngineStoppedError, match="it takes no more requests"):
             await collect(engine, "late", [1])
     engine.submit(request("later", [1]))
-    names = ["later"] if was_started else ["early", "later"]
+    names = ["late", "later"] if was_started else ["early", "late", "later"]
     await until(lambda: len(outputs) == len(names))
     assert [output.request_id for output in outputs] == names
     assert all(isinstance(output.error, EngineStoppedError) for output in outputs)
@@ -449,7 +482,7 @@ async def test_what_is_recorded_is_in_the_file_as_soon_as_there_is_nothing_to_do
     """Whoever stops a service then kills the process, which closes nothing."""
     monkeypatch.setattr(async_engine, "IDLE_CHECK_S", 60.0)
     recorder = Recorder(tmp_path / "decisions", max_bytes=1 << 20, clock=lambda: 0.0)  # no second ever passes
-    engine = AsyncEngine(fake_engine(recorder=recorder))
+    engine = HeardEngine(fake_engine(recorder=recorder))
     engine.start()
     try:
         await collect(engine, "a", [1, 2, 3], max_tokens=3)
