@@ -16,13 +16,12 @@ from workers.cores import compute_here
 from workers.engine import Engine, EngineLoad, StepResult
 from workers.errors import EngineError, EngineStoppedError, GroupFailedError, RequestFailedError
 from workers.request import Request, RequestId, RequestOutput
+from workers.turn_watch import TurnWatch
 
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 0.5
 """How often an idle engine looks whether its ranks are there."""
-_NUM_LOOKS = 10
-"""Looks within the longest turn: they are counted, not time, for the whole process may have stood still meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +67,7 @@ class AsyncEngine:
         self._has_collected = False  # a step, of which nobody was told yet
         self._wake = threading.Condition()
         self._failure: BaseException | None = None
-        self._longest_turn_s = longest_turn_s
-        self._num_turn_marks = 0  # odd while the thread is amid a turn
-        self._watch: asyncio.Task[None] | None = None
-        self._is_hung = False
+        self._watch = TurnWatch(longest_turn_s)
         # As of the last result given to on_step:
         self._resident: dict[bytes, None] = {}
         self._load = engine.load
@@ -80,8 +76,7 @@ class AsyncEngine:
         """Start the thread; results come to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        if self._longest_turn_s is not None:
-            self._watch = self._loop.create_task(self._watch_turns(self._longest_turn_s / _NUM_LOOKS))
+        self._watch.start(self._give_up)
 
     async def stop(self) -> None:
         """End every request with ABORT, give out the last results, end the ranks and the thread.
@@ -96,10 +91,9 @@ class AsyncEngine:
             self._refuse_rest()
             self._engine.close()
         else:
-            while self._thread.is_alive() and not self._is_hung:
+            while self._thread.is_alive() and not self._watch.is_hung:
                 await asyncio.to_thread(self._thread.join, IDLE_CHECK_S)
-        if self._watch is not None:
-            self._watch.cancel()
+        self._watch.cancel()
         await asyncio.sleep(0)  # let the results that are on their way arrive
 
     def submit(self, request: Request) -> None:
@@ -161,20 +155,8 @@ class AsyncEngine:
     def _receive_refusal(self, output: RequestOutput) -> None:
         self._receive(StepResult(outputs=[output], stored_block_hashes=[], evicted_block_hashes=[], load=self._load))
 
-    async def _watch_turns(self, interval_s: float) -> None:
-        seen, num_looks = 0, 0
-        while num_looks < _NUM_LOOKS:
-            await asyncio.sleep(interval_s)
-            if self._failure is not None:
-                return
-            marks = self._num_turn_marks
-            num_looks = num_looks + 1 if marks == seen and marks % 2 else 0
-            seen = marks
-        self._is_hung = True
-        limit = f"{self._longest_turn_s:g} s"
-        error = GroupFailedError(
-            f"a step has not ended within {limit}; allowed: smaller steps, a larger step_timeout_s"
-        )
+    def _give_up(self, error: GroupFailedError) -> None:
+        """End what can be ended without the thread, which hangs."""
         logger.error("%s", error)
         self._failure = error
         self._refuse_rest()
@@ -192,15 +174,13 @@ class AsyncEngine:
         compute_here()
         try:
             while (commands := self._wait()) is not None:
-                self._num_turn_marks += 1
-                self._advance(commands)
-                self._num_turn_marks += 1
+                with self._watch:
+                    self._advance(commands)
             self._engine.abort_all()
             while self._has_work:
-                self._num_turn_marks += 1
-                self._publish(self._engine.step())
-                self._has_collected = False
-                self._num_turn_marks += 1
+                with self._watch:
+                    self._publish(self._engine.step())
+                    self._has_collected = False
         except BaseException as error:
             logger.exception("the engine failed")
             self._failure = self._failure or error

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from workers.errors import EngineStoppedError, GroupFailedError, InvalidRequestE
 from workers.plan import StepPlan
 from workers.recording import SchedulerCall, SchedulerSetup, Updated
 from workers.request import FinishReason, Request, RequestId, RequestOutput
+from workers.turn_watch import NUM_LOOKS
 
 
 class HeardEngine(AsyncEngine):
@@ -145,14 +145,12 @@ async def test_stop_leaves_a_step_that_hangs_to_itself() -> None:
 
 async def test_what_has_failed_does_not_hang_besides() -> None:
     executor, failures = FakeExecutor(), list[BaseException]()
-    engine = HeardEngine(fake_engine(executor), on_failure=failures.append, longest_turn_s=0.05)
+    engine = HeardEngine(fake_engine(executor), on_failure=failures.append)
     engine.start()
     executor.failure = GroupFailedError("rank 1 died")
     with pytest.raises(GroupFailedError, match="rank 1 died"):
         await collect(engine, "a", [1, 2, 3])
-    assert engine._watch is not None
-    async with asyncio.timeout(30):
-        await engine._watch
+    assert not any(engine._watch.look() for _ in range(3 * NUM_LOOKS))
     assert failures == [executor.failure]
     await engine.stop()
 
@@ -169,20 +167,14 @@ async def test_steps_may_go_on_for_longer_than_one_may_last() -> None:
 
 
 async def test_an_engine_with_nothing_to_do_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_looks, failures = 0, list[BaseException]()
-
-    async def look(_: float) -> None:
-        nonlocal num_looks
-        num_looks += 1
-        await asyncio.sleep(0)
-
     monkeypatch.setattr(async_engine, "IDLE_CHECK_S", 60)
-    monkeypatch.setattr(async_engine, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": look}))
-    engine = AsyncEngine(fake_engine(FakeExecutor()), on_failure=failures.append, longest_turn_s=0.02)
+    inner, rests = fake_engine(), threading.Event()
+    monkeypatch.setattr(inner, "rest", rests.set)
+    engine = AsyncEngine(inner)
     engine.start()
-    await until(lambda: bool(failures) or num_looks >= 3 * async_engine._NUM_LOOKS)
+    await until(rests.is_set)
+    assert not any(engine._watch.look() for _ in range(3 * NUM_LOOKS))
     await engine.stop()
-    assert not failures
 
 
 def calls_in(path: Path) -> list[SchedulerCall]:
