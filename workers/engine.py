@@ -4,16 +4,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
 from weft.recording import Recorder
 
 from workers.config import EngineConfig
+from workers.delivery import Delivery
 from workers.detokenizer import IncrementalDetokenizer
-from workers.errors import EngineConfigError, EngineError, InvalidRequestError, RequestFailedError
+from workers.errors import EngineConfigError, EngineError, InvalidRequestError
 from workers.executor import Executor
 from workers.kv_cache_manager import KVCacheManager
 from workers.limits import find_end, stop_ids
@@ -21,8 +21,7 @@ from workers.overlap import Lookahead
 from workers.plan import StepPlan
 from workers.recording import RecordingScheduler
 from workers.request import Finish, FinishReason, Request, RequestId, RequestOutput, Usage
-from workers.scheduler import Scheduler, TokenOutput
-from workers.sequence import Sequence
+from workers.scheduler import Scheduler
 from workers.stats import EngineStats
 from workers.tokenizer import TokenTable
 
@@ -53,15 +52,6 @@ class StepResult:
     stored_block_hashes: list[bytes]
     evicted_block_hashes: list[bytes]
     load: EngineLoad
-
-
-@dataclass(slots=True, kw_only=True)
-class _Stream:
-    """What a request needs to become text."""
-
-    sequence: Sequence
-    detokenizer: IncrementalDetokenizer
-    last_token_s: float | None = None
 
 
 class _SubmittedPlan(NamedTuple):
@@ -121,19 +111,16 @@ class Engine:
             max_in_flight=executor.max_in_flight,
             looks_ahead=executor.lookahead is not Lookahead.NEVER,
         )
-        self._streams: dict[RequestId, _Stream] = {}
+        self._delivery = Delivery(self._scheduler, self.stats)
         self._submitted: deque[_SubmittedPlan] = deque()
         self._busy_since_s = 0.0  # while a step is in flight: since when its time is in no statistics
-        self._sampled_s = 0.0
-        self._sampled: list[TokenOutput] = []  # of the step collected last, to be delivered
-        self._outputs: list[RequestOutput] = []  # this and the next two: for the next result
-        self._stored: list[bytes] = []
+        self._stored: list[bytes] = []  # this and the next: for the next result
         self._evicted: list[bytes] = []
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._outputs or self._sampled) or self._scheduler.has_unfinished
+        return self._delivery.is_pending or self._scheduler.has_unfinished
 
     @property
     def load(self) -> EngineLoad:
@@ -169,14 +156,14 @@ class Engine:
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; its blocks are free within one step. Nothing happens when it has ended already."""
-        self._deliver_all()  # comes before the last output
+        self._delivery.deliver_all()  # comes before the last output
         sequence = self._scheduler.abort(request_id, self._clock())
         if sequence is not None:
-            self._outputs.append(self._end(sequence, ""))
+            self._delivery.end(sequence)
 
     def abort_all(self) -> None:
         """End every request."""
-        for request_id in list(self._streams):
+        for request_id in self._delivery.request_ids:
             self.abort(request_id)
 
     def step(self) -> StepResult:
@@ -198,8 +185,9 @@ class Engine:
         if not self._submitted:
             self._busy_since_s = now_s
         if self._scheduler.has_expired(now_s):
-            self._deliver_all()  # comes before the last output
-            self._outputs += [self._end(sequence, "") for sequence in self._scheduler.expire(now_s)]
+            self._delivery.deliver_all()  # comes before the last output
+            for sequence in self._scheduler.expire(now_s):
+                self._delivery.end(sequence)
         while len(self._submitted) < self._executor.max_in_flight:
             waits_to_look_ahead = self._executor.lookahead is Lookahead.WHILE_REQUESTS_WAIT
             if self._submitted and waits_to_look_ahead and not self._scheduler.num_waiting:
@@ -215,27 +203,22 @@ class Engine:
 
         Raises as `launch`.
         """
-        self._deliver_all()
+        self._delivery.deliver_all()
         if not self._submitted:
             return False
         submitted = self._submitted.popleft()
         output = self._executor.collect()
-        now_s = self._sampled_s = self._clock()
-        for token in self._scheduler.update(submitted.plan, output, now_s):
-            if token.sequence.request.sampling.stop:  # its text may end it, which is to be known before the next plan
-                self._outputs.append(self._deliver(token, now_s))
-            else:
-                self._sampled.append(token)
+        now_s = self._clock()
+        self._delivery.add(self._scheduler.update(submitted.plan, output, now_s), now_s)
         self._take_events()
         self._note_step(submitted, now_s)
         return True
 
     def take_result(self) -> StepResult:
         """Return what the steps collected since the last call gave. Nothing that runs waits for it."""
-        self._deliver_all()
+        outputs = self._delivery.take()
         if not self._submitted:
             self._take_events()  # else what the steps in flight store is told when they are done
-        outputs, self._outputs = self._outputs, []
         stored, self._stored = self._stored, []
         evicted, self._evicted = self._evicted, []
         return StepResult(outputs=outputs, stored_block_hashes=stored, evicted_block_hashes=evicted, load=self.load)
@@ -260,7 +243,7 @@ class Engine:
         self._executor.close()
 
     def _accept(self, request: Request, arrival_s: float) -> None:
-        if request.request_id in self._streams:  # its end may not have been delivered yet
+        if request.request_id in self._delivery:  # its end may not have been delivered yet
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; allowed: a new one")
         self._check_ids("prompt_token_ids", request.prompt_token_ids)
         self._check_ids("generated_token_ids", request.generated_token_ids)
@@ -275,11 +258,9 @@ class Engine:
         )
         finish = self._replay(request, detokenizer) if request.generated_token_ids else None
         if finish is None:
-            sequence = self._scheduler.add(request, arrival_s)
-            self._streams[request.request_id] = _Stream(sequence=sequence, detokenizer=detokenizer)
+            self._delivery.begin(self._scheduler.add(request, arrival_s), detokenizer)
         else:
-            self._outputs.append(RequestOutput(request_id=request.request_id, text=detokenizer.flush(), finish=finish))
-            self.stats.num_finished[finish.reason] += 1
+            self._delivery.end_at_once(request.request_id, detokenizer.flush(), finish)
         self.stats.num_prompt_tokens += len(request.prompt_token_ids)
 
     def _check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
@@ -338,68 +319,6 @@ class Engine:
         stored, evicted = self._pool.take_events()
         self._stored += stored
         self._evicted += evicted
-
-    def _deliver_all(self) -> None:
-        tokens, self._sampled = self._sampled, []
-        self._outputs += [self._deliver(token, self._sampled_s) for token in tokens]
-
-    def _deliver(self, token: TokenOutput, now_s: float) -> RequestOutput:
-        """Turn what a step gave a sequence into its output. Whatever goes wrong with its text ends it alone."""
-        request_id = token.sequence.request_id
-        if token.error is not None or token.token_id is None:
-            return self._fail(request_id, token.error or RequestFailedError("nothing was sampled"))
-        stream = self._streams[request_id]
-        self._note_token(stream, now_s)
-        try:
-            text = self._push(stream, token.token_id, now_s)
-        except Exception as error:
-            logger.exception("request %s: its text cannot be made", request_id)
-            if token.sequence.finish is None:
-                self._scheduler.finish(token.sequence, FinishReason.ABORT, now_s)
-            return self._fail(request_id, RequestFailedError(f"token {token.token_id} has no text: {error!r}"))
-        logprobs = () if token.logprobs is None else (token.logprobs,)
-        if token.sequence.finish is None:
-            return RequestOutput(request_id=request_id, token_ids=(token.token_id,), text=text, logprobs=logprobs)
-        return msgspec.structs.replace(self._end(token.sequence, text), token_ids=(token.token_id,), logprobs=logprobs)
-
-    def _push(self, stream: _Stream, token_id: int, now_s: float) -> str:
-        """Return the text that the token made certain; end the sequence when that completes a stop string."""
-        sequence, detokenizer = stream.sequence, stream.detokenizer
-        finish = sequence.finish
-        keeps_stop = sequence.request.sampling.include_stop_str_in_output
-        if finish is not None and finish.stop_token_id is not None and not keeps_stop:
-            return ""
-        text = detokenizer.push(token_id)
-        if detokenizer.stop_string is not None:
-            if finish is None:
-                self._scheduler.finish(sequence, FinishReason.STOP, now_s, stop_string=detokenizer.stop_string)
-            else:
-                sequence.finish = replace(finish, reason=FinishReason.STOP, stop_string=detokenizer.stop_string)
-        return text
-
-    def _note_token(self, stream: _Stream, now_s: float) -> None:
-        self.stats.num_generation_tokens += 1
-        if stream.last_token_s is None:
-            self.stats.ttft_s.add(now_s - stream.sequence.arrival_s)
-        else:
-            self.stats.itl_s.add(now_s - stream.last_token_s)
-        stream.last_token_s = now_s
-
-    def _end(self, sequence: Sequence, text: str) -> RequestOutput:
-        """Return the last output of a sequence that has its `finish`."""
-        stream = self._streams.pop(sequence.request_id)
-        finish = sequence.finish
-        assert finish is not None, "only a finished sequence ends"
-        usage = finish.usage
-        self.stats.num_finished[finish.reason] += 1
-        self.stats.queue_s.add(usage.queue_s)
-        self.stats.e2e_s.add(usage.queue_s + usage.prefill_s + usage.decode_s)
-        return RequestOutput(request_id=sequence.request_id, text=text + stream.detokenizer.flush(), finish=finish)
-
-    def _fail(self, request_id: RequestId, error: Exception) -> RequestOutput:
-        del self._streams[request_id]
-        self.stats.num_failed += 1
-        return RequestOutput(request_id=request_id, error=error)
 
 
 def _tell_room(max_context: int, cache: KVCacheManager, *, wanted: int) -> None:

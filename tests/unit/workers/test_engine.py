@@ -156,7 +156,7 @@ def test_a_text_that_cannot_be_made_ends_one_request_only(monkeypatch: pytest.Mo
     def broken(token_id: int) -> str:
         raise RuntimeError("no text")
 
-    monkeypatch.setattr(engine._streams[RequestId("bad")].detokenizer, "push", broken)
+    monkeypatch.setattr(engine._delivery._streams[RequestId("bad")].detokenizer, "push", broken)
     outcomes = run(engine)
     assert isinstance(outcomes["bad"].error, RequestFailedError)
     assert outcomes["good"].token_ids == run_alone(request("good", [2]))
@@ -410,7 +410,7 @@ def test_steps_can_be_planned_ahead_only_while_requests_wait() -> None:
 def test_finished_sequences_are_forgotten() -> None:
     engine = fake_engine()
     run(engine, [request("a", [1]), request("b", [2])])
-    assert engine._streams == {}
+    assert engine._delivery.request_ids == []
     run(engine, [request("a", [1])])
     assert isinstance(engine.load.num_running, int)
     assert not any(isinstance(value, Sequence) for value in vars(engine).values())
