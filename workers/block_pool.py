@@ -40,8 +40,7 @@ class BlockPool:
         self._indexes: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         # Next to be evicted first. Not a plain dict: finding its first key is slow after many deletions in front.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._stored: dict[bytes, None] = {}  # dicts serve as sets in order of insertion
-        self._evicted: dict[bytes, None] = {}
+        self._events: dict[bytes, bool] = {}  # hash -> whether it was stored, else evicted
 
     @property
     def num_host_blocks(self) -> int:
@@ -122,10 +121,7 @@ class BlockPool:
             return
         if len(self._indexes) > 1 and not self._is_resident(block_hash):
             return
-        if block_hash in self._evicted:
-            del self._evicted[block_hash]  # back within one period: nothing to report
-        else:
-            self._stored[block_hash] = None
+        self._note_event(block_hash, is_stored=True)
 
     def forget(self, block: int) -> None:
         """Take an owned block's content from the index, if it is there: it is not what its hash says."""
@@ -160,10 +156,9 @@ class BlockPool:
 
         A hash is stored when the last group gets its content, and evicted when the first one loses it, on the host too.
         """
-        events = list(self._stored), list(self._evicted)
-        self._stored.clear()
-        self._evicted.clear()
-        return events
+        events, self._events = self._events, {}
+        stored = [block_hash for block_hash, is_stored in events.items() if is_stored]
+        return stored, [block_hash for block_hash, is_stored in events.items() if not is_stored]
 
     def resident_hashes(self) -> list[bytes]:
         """Return every hash that all groups have, for a snapshot; events not yet taken are contained in it."""
@@ -183,7 +178,6 @@ class BlockPool:
                 assert block_hash not in indexed[self._group_of[block]], "two blocks are indexed under one hash"
                 indexed[self._group_of[block]][block_hash] = block
         assert indexed == self._indexes, "index and blocks disagree"
-        assert not self._stored.keys() & self._evicted.keys(), "a hash is both stored and evicted"
         self.host.check_integrity()
 
     def _evict(self, block: int) -> None:
@@ -213,10 +207,12 @@ class BlockPool:
             self._has(block_hash, other) for other in range(len(self._indexes)) if other != group
         ):
             return
-        if block_hash in self._stored:
-            del self._stored[block_hash]
-        else:
-            self._evicted[block_hash] = None
+        self._note_event(block_hash, is_stored=False)
+
+    def _note_event(self, block_hash: bytes, *, is_stored: bool) -> None:
+        """Note that a hash came or went. If it went or came in the same period, there is nothing to report."""
+        if self._events.pop(block_hash, is_stored) is is_stored:
+            self._events[block_hash] = is_stored
 
     def _has(self, block_hash: bytes, group: int) -> bool:
         return block_hash in self._indexes[group] or (self.host.num_slots > 0 and self.is_on_host(block_hash, group))
