@@ -95,18 +95,7 @@ class ModelRunner:
         self._inputs, self._draws, self._sampler = self._new_state()
         self._reads, self._flops = ModelReads(decoder), ModelFlops(decoder)
         self._served_stats = stats or RankStats()
-        axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
-        self._served_stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
-        self._served_stats.info = {
-            "kernels": decoder.kernels.name,
-            "attention_backend": decoder.kernels.attention_backend,
-            "dtype": str(decoder.dtype).removeprefix("torch."),
-            "quantization": config.quantization,
-            "device": device.torch_device.type,
-        }
-        self._served_stats.slowness = decoder.kernels.slowness
-        self._served_stats.peak_memory_bytes = device.peak_memory_bytes
-        self._served_stats.energy_j = GpuEnergy.of(device.torch_device).read_j
+        _introduce(self._served_stats, decoder, mesh=mesh, device=device, config=config)
         self._stats = RankStats()
         """What steps are noted in: something that nobody reads, until the rehearsals are over."""
         self._clock = ModelClock(device, self._stats)
@@ -335,3 +324,19 @@ class ModelRunner:
         if not self._mesh.is_last_stage or self._mesh.tp.rank > 0:
             return inputs, draws, None
         return inputs, draws, Sampler(device=self._device, draws=draws, choice=self._choice)
+
+
+def _introduce(stats: RankStats, decoder: Decoder, *, mesh: Mesh, device: Device, config: EngineConfig) -> None:
+    """Note what the rank computes with."""
+    axes = {"tensor": mesh.tp, "pipeline": mesh.pp}
+    stats.axes = {name: axis for name, axis in axes.items() if axis.size > 1}
+    stats.info = {
+        "kernels": decoder.kernels.name,
+        "attention_backend": decoder.kernels.attention_backend,
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "quantization": config.quantization,
+        "device": device.torch_device.type,
+    }
+    stats.slowness = decoder.kernels.slowness
+    stats.peak_memory_bytes = device.peak_memory_bytes
+    stats.energy_j = GpuEnergy.of(device.torch_device).read_j
