@@ -43,11 +43,6 @@ class BlockPool:
         self._events: dict[bytes, bool] = {}  # hash -> whether it was stored, else evicted
 
     @property
-    def num_host_blocks(self) -> int:
-        """Blocks that the host tier can hold."""
-        return self.host.num_slots
-
-    @property
     def num_free(self) -> int:
         """Blocks that `allocate` could give."""
         return len(self._free)

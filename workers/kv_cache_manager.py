@@ -71,16 +71,6 @@ class KVCacheManager:
         return self.pool.num_blocks
 
     @property
-    def num_host_blocks(self) -> int:
-        """Blocks that the host tier can hold."""
-        return self.pool.num_host_blocks
-
-    @property
-    def has_prefix_caching(self) -> bool:
-        """Whether sequences share equal prefixes."""
-        return self.pool.enable_prefix_caching
-
-    @property
     def num_free_blocks(self) -> int:
         """Blocks that no sequence holds; they may still hold content for reuse."""
         return self.pool.num_free

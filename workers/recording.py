@@ -125,8 +125,8 @@ class RecordingScheduler(Scheduler):
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
             windows=cache.layout.windows,
-            num_host_blocks=cache.num_host_blocks,
-            has_prefix_caching=cache.has_prefix_caching,
+            num_host_blocks=cache.pool.host.num_slots,
+            has_prefix_caching=cache.pool.enable_prefix_caching,
         )
         sink.begin(KIND, setup)
 
