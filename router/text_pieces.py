@@ -33,7 +33,9 @@ class TextPieces:
     def push(self, token: TokenName, *, is_last: bool = False) -> str:
         """Return the piece of the next token; of the last one with U+FFFD for a character that was cut."""
         if self._skips_special and token.is_special:
-            return token.data.decode()
+            cut = self._decoder.decode(b"", final=is_last)
+            self.offset += len(cut)
+            return cut + token.data.decode(errors="replace")
         data = token.data
         if self.is_at_start and data:
             self.is_at_start = False

@@ -35,6 +35,15 @@ def test_character_that_is_cut_is_seen_when_the_text_is_over(is_over: bool, last
     assert cut(b"a", b"\xf0\x9f", is_over=is_over) == [("a", 0), (last, 1)]
 
 
+def test_character_that_a_special_token_cuts_is_seen_with_its_name() -> None:
+    assert cut(b"a", b"\xf0\x9f", EOS) == [("a", 0), ("", 1), ("�<eos>", 1)]
+    assert cut(b"a\xf0", EOS, b"\x9f\x98\x80") == [("a", 0), ("<eos>", 1), ("😀", 1)], "it is not in the text"
+
+
+def test_name_of_a_special_token_may_be_no_text() -> None:
+    assert cut(TokenName(b"\xabfin\xbb", is_special=True)) == [("�fin�", 0)]
+
+
 @pytest.mark.parametrize(("skips_special", "offset"), [(True, 1), (False, 6)])
 def test_special_token_has_its_name_whether_it_is_in_the_text_or_not(skips_special: bool, offset: int) -> None:
     assert cut(b"a", EOS, b"b", skips_special=skips_special) == [("a", 0), ("<eos>", 1), ("b", offset)]
