@@ -95,9 +95,10 @@ class Dispatcher:
         """Return the text of token ids."""
         route = self._directory.resolve(model)
         with self._admission.enter():
+            max_context, vocab_size = route.max_context, route.vocab_size  # of this text: another may come meanwhile
             tokenizer = await self._pool.get(route.text)
-            check_num_token_ids(len(token_ids), route.max_context)
-            check_token_ids("token_ids", token_ids, route.vocab_size or tokenizer.vocab_size)
+            check_num_token_ids(len(token_ids), max_context)
+            check_token_ids("token_ids", token_ids, vocab_size or tokenizer.vocab_size)
             return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens)
 
     async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
@@ -130,13 +131,16 @@ class Dispatcher:
     async def _prepare(self, call: GenerateCall, route: ModelRoute, deadline_s: float | None) -> PreparedRequest:
         """Turn a call into tokens and complete parameters. Raises InvalidRequestError."""
         check_call(call)
-        text = route.text
-        tokenizer = await self._pool.get(text)
         prompt = call.chat if call.chat is not None else call.text
         asked: Sequence[int] = call.token_ids or ()
-        if prompt is not None:
-            asked = await self._pool.encode(tokenizer, prompt)
-        max_context = await self._max_context(route)
+        while True:
+            text = route.text
+            tokenizer = await self._pool.get(text)
+            if prompt is not None:
+                asked = await self._pool.encode(tokenizer, prompt)
+            max_context = await self._max_context(route)
+            if text.is_like(route.text):
+                break  # else a rollout came meanwhile, and what the route tells is of another tokenizer
         vocab_size = route.vocab_size or tokenizer.vocab_size
         prompt_field = "prompt" if call.chat is None else "messages"
         check_length(len(asked), call.sampling, max_context, prompt_field=prompt_field)  # before each id is looked at

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from weft.block_hash import block_hashes, root_hash
 from weft.v1 import replica_pb2
@@ -53,6 +53,14 @@ class Chosen(Generic[LinkT]):
     """Tokens of the request that the replica should find in its cache."""
 
 
+class _Limits(NamedTuple):
+    """What all replicas of a text take that said it; 0: none did."""
+
+    max_context: int = 0
+    """Longest prompt plus output."""
+    vocab_size: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ready(Generic[LinkT]):
     """The replicas that could take a request, looked at once for each change of them."""
@@ -64,9 +72,8 @@ class _Ready(Generic[LinkT]):
     """The tokenizer that most of them run, the newest of several: requests are made for it."""
     takers: tuple[LinkT, ...]
     """Links whose replicas run that tokenizer."""
-    max_context: int
-    """Longest prompt plus output that all takers take; 0: none says it."""
-    vocab_size: int
+    limits: _Limits
+    """Of the takers; without one, of the last that there were of this text."""
 
 
 class Route(Generic[LinkT]):
@@ -95,8 +102,7 @@ class Route(Generic[LinkT]):
         self._candidates: Sequence[LinkT] = ()
         self._candidate_ids: Sequence[ReplicaId] = ()
         self._hash_key = b""
-        self._last_context = 0
-        self._last_vocab_size = 0
+        self._last_limits = (ModelText(path=served.path), _Limits())
         self.update(served)
 
     @property
@@ -112,12 +118,15 @@ class Route(Generic[LinkT]):
     @property
     def max_context(self) -> int:
         """Longest prompt plus output that each replica of this text takes; 0 while nobody has said it."""
-        return self._ready.max_context or self._served_context or self._last_context
+        ready = self._ready
+        if self._served_context and not ready.takers:
+            return self._served_context
+        return ready.limits.max_context or self._served_context
 
     @property
     def vocab_size(self) -> int | None:
-        """Entries of the model's vocabulary; None until a replica was connected."""
-        return self._ready.vocab_size or self._last_vocab_size or None
+        """Entries of the model's vocabulary; None while no replica of this text has said it."""
+        return self._ready.limits.vocab_size or None
 
     @property
     def num_ready(self) -> int:
@@ -142,8 +151,6 @@ class Route(Generic[LinkT]):
 
     def accept(self, snapshot: replica_pb2.Snapshot) -> bool:
         """Learn from a replica's snapshot; False when its blocks are hashed otherwise than those of the others."""
-        self._last_vocab_size = snapshot.vocab_size or self._last_vocab_size
-        self._last_context = snapshot.max_context or self._last_context
         scheme = (snapshot.block_size, snapshot.hash_key)
         if scheme == (self.block_size, self._hash_key):
             return True
@@ -215,13 +222,17 @@ class Route(Generic[LinkT]):
             links = tuple(link for link in self.links.values() if link.is_ready)
             text = self._text_of_most(links)
             takers = self._running(text, links)
+            if takers:
+                contexts = (link.max_context for link in takers if link.max_context)
+                sizes = (link.vocab_size for link in takers if link.vocab_size)
+                self._last_limits = text, _Limits(min(contexts, default=0), min(sizes, default=0))
+            last_text, limits = self._last_limits
             self._seen = _Ready(
                 links=links,
                 tripped=tuple(link for link in links if not link.breaker.is_closed),
                 text=text,
                 takers=takers,
-                max_context=min((link.max_context for link in takers if link.max_context), default=0),
-                vocab_size=min((link.vocab_size for link in takers if link.vocab_size), default=0),
+                limits=limits if last_text.is_like(text) else _Limits(),
             )
         return self._seen
 

@@ -88,6 +88,7 @@ class FakeReplica(ReplicaServicer):
         model: str = "tiny",
         block_size: int = 4,
         max_context: int = 512,
+        vocab_size: int = VOCAB_SIZE,
         paused: bool = False,
         tls: InnerTls | None = None,
     ) -> None:
@@ -95,6 +96,7 @@ class FakeReplica(ReplicaServicer):
         self.model = model
         self.block_size = block_size
         self.max_context = max_context
+        self.vocab_size = vocab_size
         self._tls = tls
         self.resident: set[bytes] = set()
         self.submits: list[replica_pb2.Submit] = []
@@ -332,7 +334,7 @@ class FakeReplica(ReplicaServicer):
             hash_key=HASH_KEY,
             block_hashes=b"".join(sorted(self.resident)),
             max_context=self.max_context,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self.vocab_size,
             num_blocks=1000,
             max_num_seqs=64,
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ from router.route import Route, ServedModel
 OLD = ModelText(path="/m", digest="1-old", revision=1)
 SAME = ModelText(path="/m-2", digest="1-old", revision=2)
 NEW = ModelText(path="/m-2", digest="1-new", revision=2)
+WIDE_ID = 299
 
 
 def ready(name: str, text: ModelText | None, *, max_context: int = 512) -> ReplicaBook:
@@ -89,6 +91,17 @@ def test_context_is_one_that_every_replica_takes_to_which_requests_go() -> None:
     assert route.max_context == 512
     route.add(ready("c", NEW, max_context=1024))
     assert (route.text, route.max_context) == (NEW, 1024)
+
+
+def test_vocabulary_is_that_of_the_tokenizer_that_requests_are_made_for() -> None:
+    old = ready("a", OLD)
+    old.vocab_size = 300
+    route = route_to(old)
+    assert route.vocab_size == 300
+    route.remove(ReplicaId("a"))
+    assert (route.text.is_like(NEW), route.max_context, route.vocab_size) == (True, 1024, None)
+    route.update(ServedModel(name="m", path=OLD.path, digest=OLD.digest, max_context=0))
+    assert (route.max_context, route.vocab_size) == (512, 300), "it is known from before"
 
 
 class LateTokenizer(ByteTokenizer):
@@ -236,6 +249,34 @@ async def test_request_that_has_begun_fails_where_its_tokenizer_runs_no_longer()
         with pytest.raises(grpc.aio.AioRpcError, match="no replica of model 'tiny' with the request's tokenizer was"):
             await answering
         assert c.submits == []
+
+
+async def test_prompt_that_is_being_prepared_is_made_anew_by_the_tokenizer_that_has_come_meanwhile() -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    class SlowTokenizer(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+            is_asked.set()
+            assert may_answer.wait(10)
+            return (WIDE_ID, *super().encode(text, add_special_tokens=False))
+
+    def load(text: ModelText) -> ByteTokenizer:
+        return LateTokenizer() if text.digest == NEW.digest else SlowTokenizer()
+
+    async with (
+        FakeReplica("a") as a,
+        FakeReplica("c", vocab_size=WIDE_ID) as c,
+        rolling((a, OLD), load=load) as (control, router),
+    ):
+        await router.wait_ready(1)
+        answering = asyncio.create_task(router.generate(text_request("hi")))
+        await until(is_asked.is_set)
+        say(control, (c, NEW))
+        await until(lambda: c.num_connections == 1)
+        await router.wait_ready(1)
+        may_answer.set()
+        await answering
+        assert prompts([a, c]) == [[], [new_ids("hi")]]
 
 
 async def test_request_that_waits_is_made_again_for_the_replica_that_comes() -> None:
