@@ -98,7 +98,6 @@ class FormationSpec:
 class _Stage:
     """How the ranks of one stage are started."""
 
-    node_id: str
     num_threads: int
     """CPU threads of each rank."""
     options: dict[str, Any]
@@ -327,7 +326,7 @@ class Formation:
             own = node_ids.count(node_id) * engine.parallel.tensor_parallel
             num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, max(own, evenly))
             options = spare_options(node_id, SpareKind.RANK, count=own) if self._spec.spare_s else {}
-            stages.append(_Stage(node_id=node_id, num_threads=num_threads, options=options))
+            stages.append(_Stage(num_threads=num_threads, options=options))
         return stages
 
     async def _serve(self) -> Outcome:
