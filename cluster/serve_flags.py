@@ -1,8 +1,8 @@
 """The flags of `weft serve`, by what they are about, each with the setting of a cluster file that it changes."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -38,15 +38,25 @@ class Setting:
 
 def settings_of(*groups: Any) -> Mapping[str, Any]:
     """Return the settings of all flags that are given, by dotted path. Raises ClusterConfigError."""
-    settings = {}
-    for group in groups:
-        hints = get_type_hints(type(group), include_extras=True)
-        for field in fields(group):
-            flag = getattr(group, field.name)
-            for setting in hints[field.name].__metadata__:
-                if isinstance(setting, Setting) and flag is not None:
-                    settings[setting.path] = setting.value(flag)
-    return settings
+    return {
+        setting.path: setting.value(flag)
+        for group in groups
+        for name, setting in _settings(type(group))
+        if (flag := getattr(group, name)) is not None
+    }
+
+
+def flag_of(path: str) -> str:
+    """Return the flag that changes a setting."""
+    groups = (ModelFlags, CacheFlags, NetworkFlags)
+    names = {setting.path: name for group in groups for name, setting in _settings(group)}
+    return "--" + names[path].replace("_", "-")
+
+
+def _settings(group: type) -> Iterator[tuple[str, Setting]]:
+    """Yield each field of a group that changes a setting, and which."""
+    for name, hint in get_type_hints(group, include_extras=True).items():
+        yield from ((name, each) for each in hint.__metadata__ if isinstance(each, Setting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +104,7 @@ class ModelFlags:
         _of_model(help="On CUDA: auto, flash-attention, flashinfer or triton."),
         Setting("models[0].attention_backend"),
     ] = None
-    compile_layers: Annotated[
+    compile: Annotated[
         bool | None,
         _of_model("--compile/--no-compile", help="Compile the layers by torch's compiler."),
         Setting("models[0].compile"),

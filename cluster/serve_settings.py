@@ -7,19 +7,7 @@ from typing import Any
 
 from cluster.config import load_cluster_file
 from cluster.errors import ClusterConfigError
-
-_FLAG_NAMES = {
-    "router.num_routers": "--routers",
-    "router.policy": "--policy",
-    "recording.folder": "--record-decisions",
-    "models[0].path": "--model",
-    "models[0].stream_interval_s": "--stream-interval",
-    "models[0].scheduler.policy": "--scheduling-policy",
-    "models[0].cache.dtype": "--kv-cache-dtype",
-    "models[0].cache.cpu_cache_bytes": "--cpu-cache-gb",
-    "models[0].cache.enable_prefix_caching": "--prefix-caching",
-    "models[0].cache.host_cache_bytes": "--host-cache-gb",
-}
+from cluster.serve_flags import flag_of
 
 
 def merge_settings(target: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +25,7 @@ def merge_settings(target: str | None, flags: Mapping[str, Any]) -> dict[str, An
         for path in flags:
             if path.startswith("models"):
                 inside = path.replace("models[0]", "models[...]")
-                raise ClusterConfigError(f"{_flag(path)} cannot be given with {target}; set {inside} in it")
+                raise ClusterConfigError(f"{flag_of(path)} cannot be given with {target}; set {inside} in it")
     else:
         settings = {}
         if target is not None:
@@ -62,7 +50,3 @@ def _set(settings: dict[str, Any], path: str, value: object) -> None:
             if not isinstance(section, dict | list):
                 return  # the file says something else than a section here, which build_spec refuses
     section[last] = value
-
-
-def _flag(path: str) -> str:
-    return _FLAG_NAMES.get(path, "--" + path.rpartition(".")[2].replace("_", "-"))

@@ -71,7 +71,7 @@ def test_settings_of_flags_are_those_of_a_cluster_file() -> None:
         device="cpu",
         kernels="cpu",
         attention_backend="auto",
-        compile_layers=True,
+        compile=True,
         max_cudagraph_capture_size=64,
         max_context=256,
         num_threads=1,
