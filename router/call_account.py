@@ -7,20 +7,14 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from weft.v1 import inference_pb2 as pb
-
 from router.call import GenerateCall, GenerateDelta
 from router.directory import ModelRoute
 from router.errors import RateLimitedError, RouterError
+from router.finish_reason import finish_reason
 from router.flight import PreparedRequest
 from router.metrics import RouterMetrics
 from router.spans import Tracer
 
-_OUTCOMES = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
-}
 _FINISHED = ("stop", "length")
 
 _CANCEL_TOLERANCE_S = 0.05
@@ -74,7 +68,7 @@ class CallAccount:
         self._meter.receive(num_tokens)
         self._spend(num_tokens)
         if delta.finished is not None:
-            self._outcome = _OUTCOMES.get(delta.finished.reason, "stop")
+            self._outcome = finish_reason(delta.finished.reason)
             self._meter.num_cached_tokens = delta.finished.usage.cached_tokens
 
     def __enter__(self) -> Self:

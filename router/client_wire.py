@@ -31,6 +31,7 @@ from router.client_values import (
     Usage,
 )
 from router.errors import InvalidRequestError
+from router.finish_reason import finish_reason
 from router.message_content import content_text
 
 MAX_TIMEOUT_S = 1e9
@@ -51,12 +52,6 @@ _ERRORS: Mapping[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.CANCELLED: CallCancelledError,
     grpc.StatusCode.INTERNAL: ServerError,
     grpc.StatusCode.UNKNOWN: ServerError,
-}
-
-_FINISH_REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
 }
 
 
@@ -248,7 +243,7 @@ def _to_finish(finished: pb.Finished) -> Finish:
             stopped_by = finished.stop_token_id
     usage = finished.usage
     return Finish(
-        reason=_FINISH_REASONS.get(finished.reason, "stop"),  # one that only a newer router knows
+        reason=finish_reason(finished.reason),
         stopped_by=stopped_by,
         usage=Usage(
             prompt_tokens=usage.prompt_tokens,

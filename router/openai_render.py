@@ -21,6 +21,7 @@ from router.errors import (
     RouterError,
     UnauthenticatedError,
 )
+from router.finish_reason import finish_reason
 from router.model_text import ModelText
 from router.text_pieces import TextPieces
 
@@ -31,12 +32,6 @@ _NUM_LAST_TOKENS = 8
 
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
-
-_FINISH_REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
-}
 
 _ERROR_TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
@@ -204,8 +199,7 @@ class Renderer(ABC):
             asked = self._calls[choice.index].sampling.stop_token_ids
             is_told = finished.stop_token_id != choice.eos_token_id or finished.stop_token_id in asked
             stop_reason = finished.stop_token_id if is_told else None
-        reason = _FINISH_REASONS.get(finished.reason, "stop")  # one that only a newer replica knows
-        return {"finish_reason": reason, "stop_reason": stop_reason}
+        return {"finish_reason": finish_reason(finished.reason), "stop_reason": stop_reason}
 
 
 class CompletionRenderer(Renderer):
