@@ -7,23 +7,19 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import HistogramMetricFamily, Metric
+from weft.buckets import BUCKETS_S
 
+from cluster.process_collector import ProcessCollector
 from workers.engine import EngineLoad
 from workers.request import FinishReason
 from workers.stats import EngineStats, Observations
 
-BUCKETS_S = (
-    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
-    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0),
-)
-"""1 ms to 100 s, each at most twice the one before; the router has the same."""
 _BUCKETS_SEQUENCES = tuple(float(1 << power) for power in range(11))
 _BUCKETS_TOKENS = tuple(float(1 << power) for power in range(15))
 
 
-class EngineCollector(Collector):
+class EngineCollector(ProcessCollector):
     """Turns an engine's statistics into metric families. Safe to call from several threads."""
 
     def __init__(
@@ -35,12 +31,11 @@ class EngineCollector(Collector):
         block_size: int,
         labels: Mapping[str, str],
     ) -> None:
+        super().__init__(labels)
         self._stats = stats
         self._load = load
         self._num_cached_blocks = num_cached_blocks
         self._block_size = block_size
-        self._names = tuple(labels)
-        self._values = tuple(labels.values())
         self._lock = threading.Lock()  # observations can be taken once, and scrapes may overlap
         self._histograms = {
             "weft_ttft_seconds": _Histogram("From a request's arrival at the engine to its first token.", stats.ttft_s),
@@ -80,10 +75,10 @@ class EngineCollector(Collector):
 
     def _counters(self) -> list[Metric]:
         stats = self._stats
-        finished = self._family("weft_requests_finished", "Requests that ended well, by how.", "reason")
+        finished = self._counters_by("weft_requests_finished", "Requests that ended well, by how.", "reason")
         for reason in FinishReason:  # also those not seen yet: `rate` misses what a series begins with
             finished.add_metric((*self._values, reason.value), stats.num_finished[reason])
-        cached = self._family("weft_cached_tokens", "Prompt tokens found in the prefix cache, by where.", "source")
+        cached = self._counters_by("weft_cached_tokens", "Prompt tokens found in the prefix cache, by where.", "source")
         cached.add_metric((*self._values, "device"), stats.num_cached_tokens - stats.num_host_tokens)
         cached.add_metric((*self._values, "host"), stats.num_host_tokens)
         return [
@@ -107,19 +102,6 @@ class EngineCollector(Collector):
     def _histogram_families(self) -> list[Metric]:
         with self._lock:
             return [histogram.family(name, self._names, self._values) for name, histogram in self._histograms.items()]
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=self._names)
-        family.add_metric(self._values, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = self._family(name, text)
-        family.add_metric(self._values, value)
-        return family
-
-    def _family(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(name, text, labels=(*self._names, *labels))
 
 
 class _Histogram:

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from weft.buckets import BUCKETS_S
 
 from router.admission import Admission
 from router.call import GenerateCall
@@ -20,12 +21,6 @@ from router.replica_book import LinkState
 from router.request_log import RequestRecord, log_request
 from router.route import Route
 from router.tenants import NO_TENANT, TenantNames
-
-_BUCKETS_S = (
-    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
-    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0),
-)
-"""1 ms to 100 s, each at most twice the one before."""
 
 _OUTCOMES = (
     *("stop", "length", "abort", "cancelled", "invalid_argument", "rate_limited"),
@@ -100,7 +95,7 @@ class RouterMetrics:
         return Counter(f"weft_router_{name}", text, ("model", *labels), registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"weft_router_{name}", text, ("model",), registry=self.registry, buckets=_BUCKETS_S)
+        return Histogram(f"weft_router_{name}", text, ("model",), registry=self.registry, buckets=BUCKETS_S)
 
 
 class RequestMeter:

@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from weft.addresses import split_host_port
+from weft.buckets import BUCKETS_S
 
-from cluster.metrics import BUCKETS_S, EngineCollector
+from cluster.metrics import EngineCollector
 from router.metrics_listener import MetricsListener
 from workers.engine import EngineLoad
 from workers.request import FinishReason
