@@ -9,58 +9,42 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from router.config import AdmissionConfig
 from router.errors import DeadlineError
 from router.places import Places
 
 
 class Admission:
-    """Hands out places."""
+    """Hands out places, by tickets."""
 
     def __init__(self, places: Places, clock: Callable[[], float]) -> None:
-        self._places = places
+        self.places = places
         self._clock = clock
         self._waiters: dict[int, asyncio.Future[None]] = {}
 
-    @property
-    def config(self) -> AdmissionConfig:
-        """Bounds of the queue."""
-        return self._places.config
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests that have started."""
-        return self._places.num_in_flight
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that have entered and not started."""
-        return self._places.num_queued
-
-    @property
-    def retry_after_s(self) -> float:
-        """When to try again: about the time in which those that wait now get their places."""
-        return self._places.retry_after_s
-
     @contextmanager
-    def enter(self) -> Iterator["Place"]:
-        """Hold a place in the queue, and in flight once it was started, for the length of the block.
+    def enter(self) -> Iterator[int]:
+        """Hold a place in the queue, and in flight once it was started, for the length of the block; yields its ticket.
 
         Raises:
             OverloadedError: as many requests are in flight and wait as may.
         """
-        ticket = self._places.enter()
+        ticket = self.places.enter()
         try:
-            yield Place(self, ticket)
+            yield ticket
         finally:
-            following = self._places.leave(ticket, self._clock())
+            following = self.places.leave(ticket, self._clock())
             waiter = None if following is None else self._waiters.get(following)
             # One that was cancelled has its place all the same, until its task runs and leaves.
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
-    async def _start(self, ticket: int, deadline_s: float | None) -> None:
-        if self._places.start(ticket):
+    async def start(self, ticket: int, deadline_s: float | None) -> None:
+        """Wait until the request may go to a replica.
+
+        Raises:
+            DeadlineError: the event loop's time passed `deadline_s`.
+        """
+        if self.places.start(ticket):
             return
         waiter = self._waiters[ticket] = asyncio.get_running_loop().create_future()
         try:
@@ -70,19 +54,3 @@ class Admission:
             raise DeadlineError("the deadline passed while the request waited for a place in flight") from None
         finally:
             del self._waiters[ticket]
-
-
-class Place:
-    """One request's place; from Admission.enter."""
-
-    def __init__(self, admission: Admission, ticket: int) -> None:
-        self._admission = admission
-        self._ticket = ticket
-
-    async def start(self, deadline_s: float | None) -> None:
-        """Wait until the request may go to a replica.
-
-        Raises:
-            DeadlineError: the event loop's time passed `deadline_s`.
-        """
-        await self._admission._start(self._ticket, deadline_s)

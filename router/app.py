@@ -140,7 +140,7 @@ def _build(
 
     directory = Directory(config, rng, note_change, recording)
     admission = Admission(Places(config.admission) if recording is None else recording.places(), time.monotonic)
-    metrics.watch(admission, directory)
+    metrics.watch(admission.places, directory)
     return _Parts(
         dispatcher=Dispatcher(
             config, directory=directory, admission=admission, pool=pool, metrics=metrics, rng=rng, tracer=tracer

@@ -65,7 +65,7 @@ class Dispatcher:
         with CallAccount(call, self._metrics, self._tracer, deadline_s=deadline_s) as account:
             route = self._directory.resolve(call.model)
             account.begin(route)
-            with self._admission.enter() as place:
+            with self._admission.enter() as ticket:
                 with account.span.child("weft.prepare"):
                     request = await _until(deadline_s, self._prepare(call, route, deadline_s))
                 account.accept(request)
@@ -73,7 +73,7 @@ class Dispatcher:
                 with closing(self._flight(request, route, account.span, prepare)) as flight:
                     with account.span.child("weft.admission"):
                         await flight.hold(self._most_held)
-                        await place.start(deadline_s)
+                        await self._admission.start(ticket, deadline_s)
                     account.start()
                     while not account.has_ended:
                         delta = await flight.next()
@@ -125,7 +125,7 @@ class Dispatcher:
     @property
     def _most_held(self) -> int:
         """Requests that may wait for a replica of one model: its share of all places."""
-        config = self._admission.config
+        config = self._admission.places.config
         return max(1, (config.max_in_flight + config.max_queued) // len(self._directory.routes))
 
     async def _prepare(self, call: GenerateCall, route: ModelRoute, deadline_s: float | None) -> PreparedRequest:
@@ -188,7 +188,7 @@ class Dispatcher:
             metrics=self._metrics,
             span=span,
             router_id=self._config.router_id,
-            retry_after_s=lambda: self._admission.retry_after_s,
+            retry_after_s=lambda: self._admission.places.retry_after_s,
         )
 
 

@@ -12,11 +12,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from weft.buckets import BUCKETS_S
 
-from router.admission import Admission
 from router.call import GenerateCall
 from router.config import MetricsConfig
 from router.convert import MAX_REQUEST_ID_CHARS
 from router.directory import Directory, ModelRoute
+from router.places import Places
 from router.replica_book import LinkState
 from router.request_log import RequestRecord, log_request
 from router.route import Route
@@ -79,9 +79,9 @@ class RouterMetrics:
         ):
             counter.labels(model)
 
-    def watch(self, admission: Admission, directory: Directory) -> None:
-        """Report the state of admission and directory too."""
-        self.registry.register(_StateCollector(self, admission, directory))
+    def watch(self, places: Places, directory: Directory) -> None:
+        """Report the state of places and directory too."""
+        self.registry.register(_StateCollector(self, places, directory))
 
     def targets_s(self, route: Route[Any]) -> tuple[float, float]:
         """Return a model's targets of TTFT and TPOT."""
@@ -228,9 +228,9 @@ class RequestMeter:
 class _StateCollector(Collector):
     """Gauges read from the router's state, in the listener's thread: copies of dicts, single reads of numbers."""
 
-    def __init__(self, metrics: RouterMetrics, admission: Admission, directory: Directory) -> None:
+    def __init__(self, metrics: RouterMetrics, places: Places, directory: Directory) -> None:
         self._metrics = metrics
-        self._admission = admission
+        self._places = places
         self._directory = directory
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
@@ -241,10 +241,10 @@ class _StateCollector(Collector):
         return (*self._own_state(), *self._models_state(routes), *_replicas_state(routes))
 
     def _own_state(self) -> Iterable[GaugeMetricFamily]:
-        config = self._admission.config
+        config = self._places.config
         numbers = (
-            ("requests_in_flight", "Requests that replicas work on.", self._admission.num_in_flight),
-            ("requests_queued", "Requests that wait for a place in flight.", self._admission.num_queued),
+            ("requests_in_flight", "Requests that replicas work on.", self._places.num_in_flight),
+            ("requests_queued", "Requests that wait for a place in flight.", self._places.num_queued),
             ("max_requests_in_flight", "Most requests in flight at once.", config.max_in_flight),
             ("max_requests_queued", "Most requests that may wait; one more is refused.", config.max_queued),
         )

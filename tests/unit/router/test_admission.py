@@ -30,8 +30,8 @@ class Client:
         self.task = asyncio.create_task(self._run(queue, deadline_s))
 
     async def _run(self, queue: Admission, deadline_s: float | None) -> None:
-        with queue.enter() as place:
-            await place.start(deadline_s)
+        with queue.enter() as ticket:
+            await queue.start(ticket, deadline_s)
             self.has_started = True
             await self._leave.wait()
 
@@ -45,13 +45,13 @@ async def test_first_come_first_served() -> None:
     clients = [Client(queue) for _ in range(5)]
     await settle()
     assert [c.has_started for c in clients] == [True, True, False, False, False]
-    assert (queue.num_in_flight, queue.num_queued) == (2, 3)
+    assert (queue.places.num_in_flight, queue.places.num_queued) == (2, 3)
     await clients[1].leave()
     await settle()
     assert [c.has_started for c in clients] == [True, True, True, False, False]
     for client in clients:
         await client.leave()
-    assert (queue.num_in_flight, queue.num_queued) == (0, 0)
+    assert (queue.places.num_in_flight, queue.places.num_queued) == (0, 0)
 
 
 async def test_one_more_than_fits_is_refused_with_a_hint() -> None:
@@ -63,7 +63,7 @@ async def test_one_more_than_fits_is_refused_with_a_hint() -> None:
             pass
         assert error.value.retry_after_s > 0
     with queue.enter():
-        assert queue.num_queued == 1
+        assert queue.places.num_queued == 1
 
 
 async def test_deadline_ends_the_wait() -> None:
@@ -74,7 +74,7 @@ async def test_deadline_ends_the_wait() -> None:
     with pytest.raises(DeadlineError):
         await second.task
     await first.leave()
-    assert (queue.num_in_flight, queue.num_queued) == (0, 0)
+    assert (queue.places.num_in_flight, queue.places.num_queued) == (0, 0)
 
 
 async def test_cancelled_waiter_is_passed_over() -> None:
@@ -85,9 +85,9 @@ async def test_cancelled_waiter_is_passed_over() -> None:
     await first.leave()
     await settle()
     assert third.has_started
-    assert queue.num_queued == 0
+    assert queue.places.num_queued == 0
     await third.leave()
-    assert queue.num_in_flight == 0
+    assert queue.places.num_in_flight == 0
 
 
 async def test_a_request_that_has_waited_leaves_nothing() -> None:
@@ -105,24 +105,24 @@ async def test_a_request_that_has_waited_leaves_nothing() -> None:
 async def test_newcomer_does_not_wait_behind_waiters_that_were_just_cancelled() -> None:
     queue = admission(1, 5)
     with queue.enter() as holder:
-        await holder.start(None)
+        await queue.start(holder, None)
         waiting = Client(queue)
         await settle()
         waiting.task.cancel()
     with queue.enter() as newcomer:
         async with asyncio.timeout(5):
-            await newcomer.start(None)
-    assert queue.num_in_flight == 0
+            await queue.start(newcomer, None)
+    assert queue.places.num_in_flight == 0
 
 
 async def test_place_given_to_a_cancelled_waiter_goes_to_the_next() -> None:
     queue = admission(1, 5)
-    with queue.enter() as place:
-        await place.start(None)
+    with queue.enter() as ticket:
+        await queue.start(ticket, None)
         second, third = Client(queue), Client(queue)
         await settle()
     second.task.cancel()  # it has its place already, and its task has not run since
     await settle()
     assert third.has_started
     await third.leave()
-    assert queue.num_in_flight == 0
+    assert queue.places.num_in_flight == 0
