@@ -1,4 +1,4 @@
-"""One life of a replica group on Ray: its placement group, its rank processes and the replica that they are together.
+"""One life of a replica group on Ray: its place, its rank processes and the replica that they are together.
 
 Performs; when to form, and what to do after an end, is decided in lifecycle.py by way of replica_group.py.
 """
@@ -13,18 +13,11 @@ from typing import Any, Protocol
 
 import ray
 from ray.exceptions import NodeDiedError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from weft.recording import RecordingConfig
 
 from cluster.config import ModelSpec
-from cluster.placement import (
-    NODE_ID_LABEL,
-    Placement,
-    threads_per_rank,
-    why_never,
-    why_not,
-)
+from cluster.group_place import GroupPlace
+from cluster.placement import Placement, threads_per_rank, why_never
 from cluster.rank_actor import RankActor, rank_name
 from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
 from cluster.ray_errors import in_a_line
@@ -38,7 +31,6 @@ from router.tls import InnerTls
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_FIRST_POLL_S = 0.01  # most groups have a place by then
 _ADOPT_TIMEOUT_S = 10.0  # for every rank to answer a new controller
 _LOAD_TIMEOUT_S = 2.0  # for a leader to say how busy it is: as long as from one look of scaling.py to the next
 _HEAR_TIMEOUT_S = 1.0  # for a rank, which may hang, to be told that its end is wanted
@@ -127,9 +119,8 @@ class Formation:
         """Resources that the group takes of the cluster, an entry for each stage; empty before `run`."""
         self._spec = spec
         self._listener = listener
-        self._drained_nodes = drained_nodes
         self._num_placed_ranks = num_placed_ranks
-        self._group: PlacementGroup | None = None
+        self._place = GroupPlace(spec.replica_id, drained_nodes=drained_nodes)
         self._actors: list[Any] = []
         self._stage_nodes: Sequence[str] = ()
         """The node of each stage; empty before the ranks are created or found."""
@@ -182,18 +173,18 @@ class Formation:
         """Place the group and begin every rank; an outcome when it cannot be."""
         if not self._spec.may_grow and (reason := why_never(placement, await asyncio.to_thread(cluster_nodes))):
             return Outcome(message=reason, is_refusal=True)
-        group, node_ids = await self._place(placement)
+        node_ids = await self._place.reserve(placement, self._listener.on_waiting)
         self._listener.on_placed(node_ids)  # nothing else runs in between: who drains a node now knows of the group
         self._limit_start()
         try:
             async with asyncio.timeout_at(self._start_by_s):
-                await self._begin(placement, group, node_ids)
+                await self._begin(placement, node_ids)
         except TimeoutError:
             return self._too_late()
         return None
 
-    async def _begin(self, placement: Placement, group: PlacementGroup, node_ids: Sequence[str]) -> None:
-        await self._create_actors(placement, group, node_ids)
+    async def _begin(self, placement: Placement, node_ids: Sequence[str]) -> None:
+        await self._create_actors(placement, node_ids)
         host, port = "", 0
         if len(self._actors) > 1:
             host, port = await self._actors[0].open_rendezvous.remote()
@@ -208,7 +199,7 @@ class Formation:
     async def _adopt(self) -> Outcome | None:
         """Find the processes of the replica; an outcome when not every one of them runs."""
         await see_through(self._find())  # what is not found is not torn down
-        if len(self._actors) < self._spec.model.engine.parallel.world_size or self._group is None:
+        if len(self._actors) < self._spec.model.engine.parallel.world_size or not self._place.is_held:
             return Outcome(message="was lost while no controller watched it")
         try:
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
@@ -230,45 +221,7 @@ class Formation:
         names = [rank_name(replica_id, rank) for rank in range(self._spec.model.engine.parallel.world_size)]
         found = await asyncio.gather(*(ask_until_told(_find_actor, name) for name in names))
         self._actors = [actor for actor in found if actor is not None]
-        await self._find_place()
-
-    async def _find_place(self) -> None:
-        self._group = await ask_until_told(_find_group, self._spec.replica_id)
-
-    async def _place(self, placement: Placement) -> tuple[PlacementGroup, list[str]]:
-        """Reserve a place, and wait for it as long as it takes; anew when other nodes are to be avoided.
-
-        Returns:
-            The place, and the Ray id of the node of each stage.
-        """
-        while True:
-            avoided = self._drained_nodes()
-            selector = {NODE_ID_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided else {}
-            try:
-                group: PlacementGroup = placement_group(
-                    placement.bundles,
-                    strategy=placement.strategy,
-                    name=self._spec.replica_id,
-                    lifetime="detached",
-                    bundle_label_selector=[selector] * len(placement.bundles) if selector else None,
-                )
-            except RayError:  # Ray's head may have made it all the same
-                await see_through(self._find_place())
-                raise
-            self._group = group
-            pause_s = _FIRST_POLL_S
-            while True:
-                node_ids = await asyncio.to_thread(_find_place, group)
-                if avoided != self._drained_nodes():
-                    break  # its place may be on a node that was drained meanwhile
-                if node_ids:
-                    return group, node_ids
-                if pause_s == _POLL_S:  # before that it may be Ray's answer alone that is missing
-                    nodes = [node for node in await asyncio.to_thread(cluster_nodes) if node.node_id not in avoided]
-                    self._listener.on_waiting(why_not(placement, nodes) or "waits for Ray to place it")
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _POLL_S)
-            await see_through(self._give_back())
+        await self._place.find()
 
     def _placement(self) -> Placement:
         engine = self._spec.model.engine
@@ -280,7 +233,7 @@ class Formation:
             accelerator=self._spec.model.accelerator,
         )
 
-    async def _create_actors(self, placement: Placement, group: PlacementGroup, node_ids: Sequence[str]) -> None:
+    async def _create_actors(self, placement: Placement, node_ids: Sequence[str]) -> None:
         stages = await asyncio.to_thread(self._look_at_stages, node_ids)
         self._stage_nodes = node_ids
         interval_s = self._spec.model.stream_interval_s
@@ -307,9 +260,7 @@ class Formation:
                 max_restarts=0,
                 name=rank_name(self._spec.replica_id, rank),
                 lifetime="detached",  # else it would end with the controller
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=index
-                ),
+                scheduling_strategy=self._place.bundle(index),
                 **stage.options,
             )
             self._actors.append(actor.remote(spec))
@@ -423,12 +374,7 @@ class Formation:
             await self._announce_end()
         actors, self._actors = self._actors, []
         await asyncio.gather(*(ask_until_told(end_actor, actor) for actor in actors))
-        await self._give_back()
-
-    async def _give_back(self) -> None:
-        if self._group is not None:
-            await ask_until_told(remove_placement_group, self._group)
-            self._group = None
+        await self._place.give_back()
 
 
 def _find_actor(name: str) -> Any:
@@ -436,22 +382,6 @@ def _find_actor(name: str) -> Any:
         return ray.get_actor(name)
     except ValueError:
         return None
-
-
-def _find_group(name: str) -> PlacementGroup | None:
-    try:
-        group: PlacementGroup = ray.util.get_placement_group(name)
-        return group
-    except ValueError:
-        return None
-
-
-def _find_place(group: PlacementGroup) -> list[str]:
-    """Return the Ray id of each bundle's node; none while it has no place."""
-    if not group.wait(0):  # Ray waits for whole seconds only, in which others could not have the thread
-        return []
-    node_ids: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return [node_ids[bundle] for bundle in sorted(node_ids)]
 
 
 async def _await(ref: Any) -> Any:

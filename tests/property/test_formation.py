@@ -13,7 +13,7 @@ import pytest
 from helpers.cluster import model_spec
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from cluster import formation
+from cluster import formation, group_place
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NodeResources
 from cluster.rank_values import Outcome, RankPlace, RankReport, ReplicaAddresses
@@ -114,10 +114,11 @@ class Ray:
         self.groups: list[object] = []
         self.nodes = list(NODES)
         for name in ("placement_group", "placement_group_table", "remove_placement_group", "cluster_nodes"):
-            monkeypatch.setattr(formation, name, getattr(self, f"_{name}"))
+            monkeypatch.setattr(group_place, name, getattr(self, f"_{name}"))
+        monkeypatch.setattr(formation, "cluster_nodes", self._cluster_nodes)
         monkeypatch.setattr(formation, "_RANK_ACTOR", self)
         monkeypatch.setattr(formation, "_find_actor", self._find_actor)
-        monkeypatch.setattr(formation, "_find_group", lambda name: self.groups[0] if self.groups else None)
+        monkeypatch.setattr(group_place, "_find_group", lambda name: self.groups[0] if self.groups else None)
         monkeypatch.setattr("cluster.see_through.ray.kill", self._kill)
         monkeypatch.setattr("cluster.formation.ray.cluster_resources", dict)
         monkeypatch.setattr("cluster.formation.asyncio.to_thread", self._to_thread)
@@ -188,6 +189,7 @@ class Listener:
 
 async def test_nothing_of_a_life_is_left_however_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(formation, "_POLL_S", 0.0)
+    monkeypatch.setattr(group_place, "_POLL_S", 0.0)
     monkeypatch.setattr(formation, "_DEATH_TIMEOUT_S", 0.0)
     monkeypatch.setattr("cluster.see_through._RETRY_S", 0.0)
     monkeypatch.setattr(formation, "leave_spares", lambda *_, **__: None)

@@ -12,7 +12,7 @@ from helpers.cluster import model_spec
 from ray.exceptions import ActorUnavailableError
 from weft.recording import RecordingConfig
 
-from cluster import formation
+from cluster import formation, group_place
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NODE_ID_LABEL, NodeResources
 from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
@@ -131,15 +131,16 @@ class FakeRay:
         self.may_answer = threading.Event()
         monkeypatch.setattr(formation, "_RANK_ACTOR", self.rank)
         monkeypatch.setattr(formation, "_find_actor", self.find_actor)
-        monkeypatch.setattr(formation, "_find_group", lambda name: self.found_place and f"group of {name}")
+        monkeypatch.setattr(group_place, "_find_group", lambda name: self.found_place and f"group of {name}")
         monkeypatch.setattr(formation, "spare_options", lambda node_id, _, count: {"spares": (node_id, count)})
         monkeypatch.setattr(formation, "leave_spares", self.leave_spares)
         monkeypatch.setattr(formation, "cluster_nodes", lambda: NODES)
-        monkeypatch.setattr(formation, "placement_group", self.reserve)
+        monkeypatch.setattr(group_place, "cluster_nodes", lambda: NODES)
+        monkeypatch.setattr(group_place, "placement_group", self.reserve)
         monkeypatch.setattr(
-            formation, "placement_group_table", lambda place: {"bundles_to_node_id": {0: place.node_id}}
+            group_place, "placement_group_table", lambda place: {"bundles_to_node_id": {0: place.node_id}}
         )
-        monkeypatch.setattr(formation, "remove_placement_group", self.removed.append)
+        monkeypatch.setattr(group_place, "remove_placement_group", self.removed.append)
         monkeypatch.setattr("cluster.formation.ray.kill", lambda actor, **_: self.killed.append(actor))
         monkeypatch.setattr("cluster.formation.ray.cluster_resources", lambda: {"GPU": self.num_gpus})
 
@@ -244,8 +245,8 @@ def make_formation(
 async def test_group_without_a_place_looks_for_it_at_times_and_soon_says_why(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formation, "_FIRST_POLL_S", 0.005)
-    monkeypatch.setattr(formation, "_POLL_S", 0.02)
+    monkeypatch.setattr(group_place, "_FIRST_POLL_S", 0.005)
+    monkeypatch.setattr(group_place, "_POLL_S", 0.02)
     fake_ray.num_asked_in_vain = 5
     begun_s = time.monotonic()
     running = asyncio.create_task(make_formation(tmp_path, listener, cpus_per_rank=64).run())
