@@ -7,7 +7,7 @@ times.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weft.v1 import control_pb2
@@ -64,6 +64,18 @@ class Form(Protocol):
         """Make a life, of which nothing begins before `run`. `text`: what its folder must hold, where that is known."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Heard:
+    """What a group's present life has told of itself."""
+
+    waits_for_room: bool = False
+    node_ids: tuple[str, ...] = ()
+    places: tuple[RankPlace, ...] = ()
+    addresses: ReplicaAddresses | None = None
+    progress: float = 0.0
+    slowness: str = ""
+
+
 class ReplicaGroup:
     """One wanted group of one model. Implements FormationListener for its present life."""
 
@@ -97,8 +109,6 @@ class ReplicaGroup:
         self.replica_id = f"{self.group_id}.{record.num_lives}" if self.is_adopting else ""
         self.is_placed = self.is_adopting and record.is_placed
         """Whether its last life had a place; before that no process of it exists."""
-        self.waits_for_room = False
-        """Whether the cluster is too small for the group now."""
         self._record = record
         self._form = form
         self._clock = clock
@@ -107,6 +117,7 @@ class ReplicaGroup:
         self._num_lives = record.num_lives
         self._life: GroupLife | None = None
         self._task: asyncio.Task[Outcome] | None = None
+        self._heard = _Heard(node_ids=record.node_ids if self.is_adopting else ())
         self._is_leaving = False
         self._ending: asyncio.Task[None] | None = None
         self._end_by_s = 0.0  # time of the clock; only while it is ending
@@ -116,11 +127,6 @@ class ReplicaGroup:
             self.lifecycle.wait("a new controller looks for its processes")
         else:
             self._is_known.set()
-        self._node_ids = record.node_ids if self.is_adopting else ()
-        self._places: tuple[RankPlace, ...] = ()
-        self._addresses: ReplicaAddresses | None = None
-        self._progress = 0.0
-        self._slowness = ""
 
     @property
     def record(self) -> GroupRecord:
@@ -129,7 +135,7 @@ class ReplicaGroup:
             self._record,
             num_lives=self._num_lives,
             is_placed=self.is_placed,
-            node_ids=self._node_ids,
+            node_ids=self._heard.node_ids,
             restarts=self.lifecycle.restarts,
             was_ready=self.lifecycle.was_ready,
             is_leaving=self.is_leaving,
@@ -147,9 +153,14 @@ class ReplicaGroup:
         return self._is_leaving and self._ending is not None and self._ending.done()
 
     @property
+    def waits_for_room(self) -> bool:
+        """Whether the cluster is too small for the group now."""
+        return self._heard.waits_for_room
+
+    @property
     def node_ids(self) -> tuple[str, ...]:
         """Ray ids of the nodes where its ranks run, start, or ran when the controller before ended; else empty."""
-        return self._node_ids
+        return self._heard.node_ids
 
     @property
     def live_group(self) -> LiveGroup:
@@ -165,12 +176,12 @@ class ReplicaGroup:
     @property
     def endpoint(self) -> control_pb2.ReplicaEndpoint | None:
         """Where routers find the replica; None while it has no requests and takes none."""
-        if self.lifecycle.state not in (GroupState.READY, GroupState.DRAINING) or self._addresses is None:
+        if self.lifecycle.state not in (GroupState.READY, GroupState.DRAINING) or self._heard.addresses is None:
             return None
         return control_pb2.ReplicaEndpoint(
             replica_id=self.replica_id,
             model=self.model.name,
-            address=self._addresses.address,
+            address=self._heard.addresses.address,
             draining=self.lifecycle.state is GroupState.DRAINING,
             text=self._text,
         )
@@ -222,27 +233,27 @@ class ReplicaGroup:
     def status(self) -> control_pb2.GroupStatus:
         """Tell how the group is."""
         is_alive = self._task is not None
-        addresses = self._addresses
+        addresses = self._heard.addresses
         parallel = self.model.engine.parallel
         failure = self.lifecycle.last_failure
         return control_pb2.GroupStatus(
             group_id=self.group_id,
             replica_id=self.replica_id,
             state=_STATES[self.lifecycle.state],
-            detail=self.lifecycle.detail or self._slowness,
+            detail=self.lifecycle.detail or self._heard.slowness,
             tensor_parallel=parallel.tensor_parallel,
             pipeline_parallel=parallel.pipeline_parallel,
             ranks=[
                 control_pb2.RankStatus(
                     rank=rank, node=place.node, pid=place.pid, alive=is_alive, metrics_address=place.metrics_address
                 )
-                for rank, place in enumerate(self._places)
+                for rank, place in enumerate(self._heard.places)
             ],
             restarts=self.lifecycle.restarts,
             seconds_in_state=self._clock() - self.lifecycle.since_s,
             address=addresses.address if addresses else "",
             metrics_address=addresses.metrics_address if addresses else "",
-            progress=self._progress,
+            progress=self._heard.progress,
             revision=self._record.revision,
             leaving=self.is_leaving,
             last_failure=failure
@@ -254,19 +265,19 @@ class ReplicaGroup:
         names = frozenset({self.model.name, self.group_id, self.replica_id})
         return [
             LogSource(name=f"{self.replica_id}/{rank}", belongs_to=names, node_id=place.node_id, path=place.log_file)
-            for rank, place in enumerate(self._places)
+            for rank, place in enumerate(self._heard.places)
         ]
 
     def on_waiting(self, reason: str) -> None:
         """FormationListener."""
-        self.waits_for_room = True
+        self._heard.waits_for_room = True
         if self.lifecycle.state is GroupState.PENDING and self.lifecycle.detail != reason:
             self.lifecycle.wait(reason)
             self._on_change()
 
     def on_placed(self, node_ids: Sequence[str] = ()) -> None:
         """FormationListener."""
-        self.waits_for_room = False
+        self._heard.waits_for_room = False
         self.is_placed = True
         if node_ids:
             self._note_nodes(node_ids)
@@ -276,7 +287,7 @@ class ReplicaGroup:
 
     def on_ranks(self, places: Sequence[RankPlace]) -> None:
         """FormationListener."""
-        self._places = tuple(places)
+        self._heard.places = tuple(places)
         self._note_nodes(place.node_id for place in places)
         if self.lifecycle.state is GroupState.STARTING:
             self.lifecycle.starting("loading the model")
@@ -291,17 +302,17 @@ class ReplicaGroup:
 
     def on_progress(self, fraction: float) -> None:
         """FormationListener."""
-        self._progress = fraction
+        self._heard.progress = fraction
 
     def on_slow(self, reason: str) -> None:
         """FormationListener."""
-        self._slowness = reason
+        self._heard.slowness = reason
 
     def on_ready(self, addresses: ReplicaAddresses) -> None:
         """FormationListener."""
         if self.lifecycle.state is GroupState.STARTING:
-            self._addresses = addresses
-            self._progress = 1.0
+            self._heard.addresses = addresses
+            self._heard.progress = 1.0
             is_first = not self.lifecycle.was_ready
             self.lifecycle.ready(self._clock())
             if is_first:
@@ -360,8 +371,8 @@ class ReplicaGroup:
 
     def _note_nodes(self, node_ids: Iterable[str]) -> None:
         distinct = tuple(sorted(set(node_ids)))
-        if distinct != self._node_ids:
-            self._node_ids = distinct
+        if distinct != self._heard.node_ids:
+            self._heard.node_ids = distinct
             self._on_record()
 
     def _end_adoption(self) -> None:
@@ -384,11 +395,5 @@ class ReplicaGroup:
         self._end_adoption()
 
     def _forget_life(self) -> None:
-        self.waits_for_room = False
-        self._task = None
-        self._life = None
-        self._node_ids = ()
-        self._places = ()
-        self._addresses = None
-        self._progress = 0.0
-        self._slowness = ""
+        self._task = self._life = None
+        self._heard = _Heard()
