@@ -4,6 +4,7 @@ What a request is and how it is answered is the application's business (openai.p
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,20 +34,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _is_in_body = False
     _is_continuing = False
     _num_head_bytes = 0
-    _head_timer: asyncio.TimerHandle | None = None
-    _body_timer: asyncio.TimerHandle | None = None
-    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(self.limits.head_timeout_s, transport.close)
+        self._head_limit = _TimeLimit(self.loop, self.limits.head_timeout_s, transport.close)
+        self._body_limit = _TimeLimit(self.loop, self.limits.body_timeout_s, self._end_body)
+        self._write_limit = _TimeLimit(self.loop, self.limits.write_timeout_s, transport.abort)
+        self._head_limit.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
-        self._stop_head_timer()
-        self._stop_body_timer()
-        self._stop_write_timer()
+        for limit in (self._head_limit, self._body_limit, self._write_limit):
+            limit.stop()
         self.pipeline.clear()
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
@@ -63,11 +63,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+        self._write_limit.start()
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._stop_write_timer()
+        self._write_limit.stop()
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -81,10 +81,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response(_TOO_LARGE)
-            elif self._is_in_head and self._head_timer is None:
-                self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self.transport.close)
-            elif self._is_in_body and self._body_timer is None:
-                self._start_body_timer()
+            elif self._is_in_head and not self._head_limit.is_running:
+                self._head_limit.start()
+            elif self._is_in_body and not self._body_limit.is_running:
+                self._body_limit.start()
 
     def _feed(self, data: memoryview) -> None:
         while data:
@@ -129,7 +129,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See httptools."""
         self._is_in_head, self._is_in_body = False, True
         self._num_head_bytes = 0
-        self._stop_head_timer()
+        self._head_limit.stop()
         if not self._is_continuing:
             super().on_headers_complete()
 
@@ -142,16 +142,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See httptools."""
         if not self.parser.should_upgrade():  # else the body is still to come
             self._is_in_body = False
-            self._stop_body_timer()
+            self._body_limit.stop()
             super().on_message_complete()
-
-    def _start_body_timer(self) -> None:
-        self._body_timer = self.loop.call_later(self.limits.body_timeout_s, self._end_body)
 
     def _end_body(self) -> None:
         """Answer 408, where nothing is answered yet, and close."""
         if self.pipeline:  # it is the router that does not read on: an answer before this one is not finished
-            self._start_body_timer()
+            self._body_limit.start()
             return
         if not self.cycle.response_started:
             message = _TOO_SLOW.format(self.limits.body_timeout_s).encode()
@@ -159,20 +156,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.write(head + b"Content-Length: %d\r\n\r\n" % len(message) + message)
         self.transport.close()
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
-    def _stop_body_timer(self) -> None:
-        if self._body_timer is not None:
-            self._body_timer.cancel()
-            self._body_timer = None
+class _TimeLimit:
+    """Calls `end` when something was not stopped within a time."""
 
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, end: Callable[[], None]) -> None:
+        self._loop = loop
+        self._limit_s = limit_s
+        self._end = end
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._timer is not None
+
+    def start(self) -> None:
+        self._timer = self._loop.call_later(self._limit_s, self._end)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 async def _answer_unchunked(cycle: RequestResponseCycle, app: Any, scope: Any, receive: Any, send: Any) -> None:
