@@ -110,6 +110,11 @@ class ModelCard:
     ready_replicas: int
 
 
+def max_context_of(model: str, cards: Sequence[ModelCard]) -> int:
+    """Return the context of a model by its name, or of the only one by none; 0 where it has gone meanwhile."""
+    return next((card.max_context for card in cards if model in ("", card.name)), 0)
+
+
 class Dispatch(Protocol):
     """What the front ends need; dispatch.py is the real one, tests have a double. Errors: those of errors.py."""
 

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.call import Dispatch
+from router.call import Dispatch, max_context_of
 from router.convert import MAX_REQUEST_ID_CHARS, check_request_id
 from router.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, RouterError
 from router.keys import KeyRing, OneRequest, Tenant
@@ -154,10 +154,10 @@ class _Front:
         timeout_s = self._admit(request).timeout_s
         asked = parse_tokenize_request(await _read_body(request, self._max_body_bytes))
         adds = asked.add_special_tokens is not False
-        work = self._dispatch.tokenize(asked.model or "", asked.content, add_special_tokens=adds)
+        model = asked.model or ""
+        work = self._dispatch.tokenize(model, asked.content, add_special_tokens=adds)
         token_ids = await _within(timeout_s, work)
-        cards = self._dispatch.list_models()
-        max_context = next((card.max_context for card in cards if asked.model in (None, "", card.name)), 0)
+        max_context = max_context_of(model, self._dispatch.list_models())
         return json_response(
             {"count": len(token_ids), "max_model_len": max_context, "tokens": token_ids, "token_strs": None}
         )

@@ -17,7 +17,7 @@ from weft.addresses import join_host_port
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
-from router.call import Conversation, Dispatch
+from router.call import Conversation, Dispatch, max_context_of
 from router.convert import conversation, generate_call, generate_response
 from router.errors import InvalidRequestError, OverloadedError, RouterConfigError, RouterError, SlowClientError
 from router.keys import KeyRing, OneRequest, Tenant
@@ -88,8 +88,7 @@ class InferenceServer(InferenceServicer):
                 raise InvalidRequestError("the request has no prompt; allowed: text or chat", field="prompt")
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
         token_ids = await self._dispatch.tokenize(request.model, prompt, add_special_tokens=add)
-        cards = self._dispatch.list_models()
-        max_context = next((c.max_context for c in cards if request.model in ("", c.name)), 0)
+        max_context = max_context_of(request.model, self._dispatch.list_models())
         return pb.TokenizeResponse(token_ids=token_ids, max_context=max_context)
 
     async def Detokenize(  # noqa: N802
