@@ -305,7 +305,7 @@ class Formation:
 
     async def _watch_start(self) -> Outcome | None:
         """Report progress until the leader serves; an outcome when that takes too long."""
-        ready = asyncio.create_task(_await(self._actors[0].ready.remote()))
+        ready = asyncio.ensure_future(self._actors[0].ready.remote())
         try:
             async with asyncio.timeout_at(self._start_by_s):
                 while not ready.done():
@@ -327,7 +327,7 @@ class Formation:
         return None
 
     async def _reports(self) -> list[RankReport]:
-        reports: list[RankReport] = await asyncio.gather(*(_await(actor.report.remote()) for actor in self._actors))
+        reports: list[RankReport] = await asyncio.gather(*(actor.report.remote() for actor in self._actors))
         return reports
 
     async def _watch_leader(self) -> Outcome:
@@ -337,7 +337,7 @@ class Formation:
         while num_silent < _NUM_QUESTIONS:  # not by a clock: this process may have stood still
             try:
                 async with asyncio.timeout(limit_s / _NUM_QUESTIONS):
-                    await _await(self._actors[0].load.remote())
+                    await self._actors[0].load.remote()
                 num_silent = 0
                 await asyncio.sleep(limit_s / _NUM_QUESTIONS)
             except TimeoutError:
@@ -365,7 +365,7 @@ class Formation:
         """Tell the ranks that their end is wanted, so that they do not warn of it; one that misses it does no harm."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_HEAR_TIMEOUT_S):
-                heard = (_await(actor.expect_end.remote()) for actor in self._begun)
+                heard = (actor.expect_end.remote() for actor in self._begun)
                 await asyncio.gather(*heard, return_exceptions=True)
 
     async def _tear_down(self, *, is_wanted: bool) -> None:
@@ -382,10 +382,6 @@ def _find_actor(name: str) -> Any:
         return ray.get_actor(name)
     except ValueError:
         return None
-
-
-async def _await(ref: Any) -> Any:
-    return await ref
 
 
 async def _watch(rank: int, ref: Any) -> Outcome:

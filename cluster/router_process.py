@@ -80,7 +80,7 @@ class RouterProcess:
         if task is not None:
             if self._place is not None:
                 left_s = max(0.0, end_by_s - self._clock())
-                asked = asyncio.ensure_future(_await(self._actor.stop.remote(left_s)))
+                asked = asyncio.ensure_future(self._actor.stop.remote(left_s))
                 # Whether it answers does not matter: it may die or hang now too.
                 asked.add_done_callback(lambda done: done.cancelled() or done.exception())
                 await asyncio.wait([task], timeout=left_s)
@@ -196,8 +196,8 @@ class RouterProcess:
             self._actor = await ask_until_told(ray.get_actor, self.router_id)
 
     async def _note_ready(self, run: Any) -> None:
-        ready = asyncio.ensure_future(_await(self._actor.ready.remote()))
-        ended = asyncio.ensure_future(_await(run))
+        ready = asyncio.ensure_future(self._actor.ready.remote())
+        ended = asyncio.ensure_future(run)
         try:
             await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
@@ -221,7 +221,3 @@ class RouterProcess:
 
 def _port(address: str) -> int:
     return split_host_port(address)[1]
-
-
-async def _await(ref: Any) -> Any:
-    return await ref
