@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -323,14 +322,16 @@ def test_stop_ends_the_service_though_the_controller_dies_meanwhile(cluster: Clu
     pids = [rank.pid for group in before.models[0].groups for rank in group.ranks]
     router = before.routers[0].pid
     os.kill(router, signal.SIGSTOP)  # it does not finish
-    lost = threading.Thread(target=weft, args=("stop", *cluster.control_flags, "--grace", "300"))
-    lost.start()
+    command = [sys.executable, "-m", "cluster.cli", "stop", *cluster.control_flags, "--grace", "300"]
+    stopping = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: cluster.status().routers[0].draining, "stop begins")
     os.kill(before.controller.pid, signal.SIGKILL)
     wait_until(lambda: has_successor(cluster, before.controller.pid), "controller came back")
-    lost.join()
     refused = weft("scale", "tiny", "1", *cluster.control_flags)
     assert (refused.returncode, "the service is stopping" in refused.stderr) == (1, True)
+    assert stopping.poll() is None, "it waits for the successor, which goes on"
+    stopping.kill()
+    assert "asked again" in stopping.communicate()[1]
     successor = cluster.status().controller.pid
     os.kill(router, signal.SIGCONT)
     wait_until(lambda: decode(RayStateStore().load() or b"").ended_controller, "all has stopped", poll_s=0.005)
