@@ -17,15 +17,14 @@ class Fields:
         self._values = values
         self._prefix = prefix
 
-    def renamed(self, **names: str | tuple[str, ...]) -> "Fields":
+    def renamed(self, **names: str) -> "Fields":
         """Return the same fields under other names too: `renamed(hidden_size="n_embd")`. Those under the new name count
         more; errors say the new name.
         """
         values = dict(self._values)
-        for name, olds in names.items():
-            for old in (olds,) if isinstance(olds, str) else olds:
-                if values.get(name) is None and values.get(old) is not None:
-                    values[name] = values[old]
+        for name, old in names.items():
+            if values.get(name) is None and values.get(old) is not None:
+                values[name] = values[old]
         return Fields(values, self._prefix)
 
     def __contains__(self, name: str) -> bool:
