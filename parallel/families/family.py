@@ -44,15 +44,12 @@ class Family:
 
     def locate(self, name: str, description: DecoderDescription) -> Location:
         """Where a tensor of the decoder lies."""
-        stored_name = self.tensor_name(name)
-        prefix, part, expert = self._split(name)
-        if not prefix:
-            return Location(name=stored_name)
+        _, part, expert = self._split(name)
         stored_module, pattern = self._stored_names(part)
         fuse = self.fusions.get(stored_module)
         is_stacked = expert is not None and "*" not in pattern
         return Location(
-            name=stored_name,
+            name=self.tensor_name(name),
             fusion=None if fuse is None else fuse(description),
             part=part.split(".")[-2],
             is_transposed=not part.endswith("bias") and stored_module in self.transposed,
