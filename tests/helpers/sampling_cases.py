@@ -34,6 +34,9 @@ KINDS = (
 )
 """temperature, top-k, top-p, min-p"""
 
+NOISE_ENDS = ((0, 0), (0, 0xC4D4A8BE))
+"""Keys that give token 0 the most noise, and the least."""
+
 
 @dataclass(frozen=True)
 class SamplingCase:
@@ -110,6 +113,9 @@ def sampling_cases() -> Iterator[SamplingCase]:
     yield SamplingCase("odd rows", _odd_rows(generator), None)
     rows = _odd_rows(generator).repeat_interleave(len(KINDS), 0)
     yield SamplingCase("odd rows of each kind", rows, make_draws(len(rows), list(range(len(rows)))))
+    ends = np.array([(1.0, key) for key in NOISE_ENDS], NOISE)
+    only_one = torch.tensor([0.0, -math.inf, -math.inf]).expand(len(ends), -1)
+    yield SamplingCase("ends of the noise", only_one, _without_limits(ends))
 
 
 def _odd_rows(generator: torch.Generator) -> Tensor:
@@ -164,13 +170,13 @@ def check_edits(choice: TokenChoice, device: torch.device) -> None:
             for start in range(0, num_tokens, size):
                 choice.edit(logits[:, start : start + size], there, start)
             assert torch.equal(logits.cpu(), _edited_one_by_one(before, edits))
-    none = Edits(np.zeros(3, np.int64), np.empty(0, np.int64), np.ones(2, np.float32), np.empty(0, np.float32))
-    offsets = np.array([np.nan, 0.5], np.float32)
-    only_last = none._replace(last=LastTokens(torch.tensor([1, 2]), offsets, np.empty(0, np.float32)))
+    none = Edits(np.zeros(4, np.int64), np.empty(0, np.int64), np.ones(3, np.float32), np.empty(0, np.float32))
+    offsets = np.array([np.nan, 0.5, 0.5], np.float32)
+    only_last = none._replace(last=LastTokens(torch.tensor([1, 0, 3]), offsets, np.empty(0, np.float32)))
     assert only_last.last is not None
-    logits = torch.zeros(2, 4, device=device)
+    logits = torch.zeros(3, 4, device=device)
     choice.edit(logits, _moved(only_last, only_last.last, device), 0)
-    assert logits.tolist() == [[0.0] * 4, [0.0, 0.0, -0.5, 0.0]]
+    assert logits.tolist() == [[0.0] * 4, [-0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, -0.5]]
 
 
 def _with_last(edits: Edits) -> Edits:

@@ -55,8 +55,11 @@ def test_half_precision_is_compared_as_it_is(dtype: torch.dtype) -> None:
     for case in sampling_cases():
         logits = case.logits.to(dtype)
         expected = choose_in_torch(logits.float(), None)
-        assert torch.equal(choice.choose(logits, None), expected), case.name
-        assert torch.equal(choose_in_torch(logits, None), expected), case.name
+        for each in (choice, IN_TORCH):
+            assert torch.equal(each.choose(logits, None), expected), case.name
+            values, columns = each.find(logits, None, 0)
+            assert values.dtype is torch.float32
+            assert torch.equal(columns, expected), case.name
 
 
 @pytest.mark.parametrize("place", [0, 15, 63, 64, 1023, 1024, 1040, 1087, 1099])

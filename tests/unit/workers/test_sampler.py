@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.sampling_cases import NOISE_ENDS
 from weft.limits import MAX_TEMPERATURE
 
 from parallel.device.cpu import CpuDevice
@@ -108,6 +109,8 @@ def test_noise_is_part_of_the_protocol_between_replicas() -> None:
     ]
     expected = [-1.037993, -0.656042, 0.815955, -1.459904, 4.189769, 1.163062, -1.282339, 0.435914, 3.665114]
     assert noise.flatten().tolist() == pytest.approx(expected, abs=2e-6)
+    ends = torch.from_numpy(np.array(NOISE_ENDS, np.uint32).view(np.int32))
+    assert gumbel(ends, 1)[:, 0].tolist() == pytest.approx([22.1807, -2.8115], abs=1e-4)
 
 
 @pytest.mark.parametrize(
