@@ -5,6 +5,7 @@ import torch
 from helpers.paged_layout import make_layout
 
 from parallel.alibi import key_bias
+from parallel.families.registry import describe_config
 from parallel.kernels.base import AttentionParams
 from parallel.kernels.select import select_kernels
 from parallel.position_description import Alibi
@@ -39,3 +40,15 @@ def test_attention_equals_that_in_float64(kernels: str, spans: list[tuple[int, i
         weights = scores.masked_fill(distance > 0, float("-inf")).softmax(-1)
         expected = torch.einsum("nqc,cnh->qnh", weights, v)
         torch.testing.assert_close(result[start:stop].double(), expected, atol=1e-5, rtol=0)
+
+
+def test_far_biases_of_falcon_are_as_coarse_as_those_of_transformers() -> None:
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+    sizes = {"vocab_size": 32, "hidden_size": 6 * HEAD_DIM, "num_hidden_layers": 1, "num_attention_heads": 6}
+    alibi = describe_config({"model_type": "falcon", "alibi": True, **sizes}, source="test").alibi
+    assert alibi is not None
+    assert not alibi.is_by_distance
+    mask = torch.ones(1, NUM_POSITIONS, dtype=torch.int64)
+    original = build_alibi_tensor(mask, 6, torch.float32)[:, 0] * HEAD_DIM**-0.5
+    torch.testing.assert_close(key_bias(alibi, range(6), NUM_POSITIONS, device=CPU), original, rtol=1e-6, atol=0)

@@ -166,6 +166,7 @@ def test_base_of_gpt_neox_is_read_as_transformers_does(values: dict[str, Any], t
         ("stablelm", {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}, 4),
         ("glm4", {"head_dim": 8}, 4),
         ("gptj", {"rotary_dim": 6}, 6),
+        ("gptj", {"n_embd": 1024}, 64),
     ],
 )
 def test_heads_are_rotated_in_part(model_type: str, values: dict[str, Any], dim: int) -> None:
@@ -231,6 +232,17 @@ def test_bloom_of_the_hub_names_its_sizes_in_its_own_way() -> None:
 )
 def test_mlp_is_four_times_as_wide_unless_it_is_said(model_type: str, values: dict[str, Any], size: int) -> None:
     assert _describe(model_type, intermediate_size=None, **values).intermediate_size == size
+
+
+@pytest.mark.parametrize(("model_type", "max_context"), [("bloom", 2048), ("mpt", 2048), ("internlm2", 2048)])
+def test_context_is_that_of_the_first_models_unless_it_is_said(model_type: str, max_context: int) -> None:
+    assert _describe(model_type, max_position_embeddings=None).max_context == max_context
+
+
+def test_internlm2_has_biases_unless_it_is_said() -> None:
+    for values, has_bias in (({}, True), ({"bias": False}, False)):
+        description = _describe("internlm2", **values)
+        assert (description.qkv_bias, description.output_bias, description.mlp_bias) == (has_bias, has_bias, False)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "cohere2"])

@@ -118,6 +118,7 @@ def test_model_without_any_experts_left_is_dense() -> None:
         ({"num_experts_per_tok": 129}, "num_chosen is 129; allowed: 1 to 128"),
         ({"mlp_only_layers": [-1]}, "mlp_only_layers is .*; allowed: a list of integers of at least 0"),
         ({"mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]; allowed: a list of integers of at least 0"),
+        ({"mlp_only_layers": ["1"]}, r"mlp_only_layers is \['1'\]; allowed: a list of integers of at least 0"),
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3; allowed: a list"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; allowed: an integer of at least 1"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; allowed: true or false"),

@@ -89,6 +89,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn-hardly": _config(**{**YARN, "factor": 1.5}),
     "yarn-attention-factor": _config(**YARN, attention_factor=1.5),
     "yarn-mscale-alone": _config(**YARN, mscale=0.7),
+    "yarn-mscale-all-dim-alone": _config(**YARN, mscale_all_dim=0.7),
     "yarn-one-ramp": _config(**YARN, beta_fast=700.0, beta_slow=700.0),
     "yarn-longest-ramp": _config(**YARN, beta_fast=1000.0, beta_slow=1e-6),
     "yarn-mscale": _config(**YARN, mscale=0.7, mscale_all_dim=1.3, beta_fast=20.0, beta_slow=2.0, truncate=False),
