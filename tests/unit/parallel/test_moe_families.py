@@ -57,6 +57,7 @@ def test_qwen2_moe_of_the_hub_is_read() -> None:
         ({"sliding_window": 16, "use_sliding_window": True}, (16, None, 16, None)),
         ({"use_sliding_window": True, "num_hidden_layers": 30}, (4096, None) * 14 + (None, None)),
         ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (16, None, None, None)),
+        ({"use_sliding_window": True, "max_window_layers": 0}, (None,) * 4),
         (
             {
                 "sliding_window": 16,
