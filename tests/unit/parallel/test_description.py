@@ -71,6 +71,12 @@ def _describe_experts(**changes: Any) -> DecoderDescription:
         {"learned_positions": LearnedPositions(num_rows=10, offset=2)},
         {"learned_positions": LearnedPositions(num_rows=20)},
         {"rotaries": (RotaryDescription(dim=8, theta=1.5), None, RotaryDescription(dim=2, theta=2.0))},
+        {
+            "rotaries": tuple(
+                RotaryDescription(dim=4, theta=10.0, scaling=DynamicScaling(factor=factor, original_context=1))
+                for factor in (1.0, 2.0, 2**31 - 1)
+            )
+        },
         {"residual": ResidualKind.PARALLEL, "qk_norm": QK_NORM},
         {"norm_place": NormPlace.BOTH, "residual_multiplier": 0.5},
         LATENT,
@@ -174,6 +180,7 @@ def test_experts_that_cannot_be_are_refused(changes: dict[str, Any], message: st
         (YarnScaling, {**YARN, "beta_slow": 0.0}, "rotary beta_fast is 32.0 and beta_slow 0.0; allowed: both more"),
         (YarnScaling, {**YARN, "original_context": 0}, "original context is 0; allowed: at least 1"),
         (DynamicScaling, {"factor": 2.0, "original_context": 0}, "original context is 0; allowed: at least 1"),
+        (Llama3Scaling, {**LLAMA3, "factor": 0.5}, "rotary factor is 0.5; allowed: at least 1"),
         (Llama3Scaling, {**LLAMA3, "original_context": 0}, "original context is 0; allowed: at least 1"),
         (Llama3Scaling, {**LLAMA3, "low_freq_factor": 0.0}, "low_freq_factor is 0.0 and high_freq_factor 4.0"),
         (Llama3Scaling, {**LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor is 4.0 and high_freq_factor 4.0"),
@@ -184,8 +191,8 @@ def test_experts_that_cannot_be_are_refused(changes: dict[str, Any], message: st
         ),
         (
             LongRopeScaling,
-            {**LONGROPE, "short_factors": (1.0,), "long_factors": (0.0,)},
-            r"rotary long_factors are \[0.0\]; allowed: numbers more than 0",
+            {**LONGROPE, "short_factors": (1.0, 1.0), "long_factors": (1.0, 0.0)},
+            r"rotary long_factors are \[1.0, 0.0\]; allowed: numbers more than 0",
         ),
         (RotaryDescription, {"dim": 0, "theta": 10.0}, "rotary dim is 0; allowed: an even number, at least 2"),
         (RotaryDescription, {"dim": 5, "theta": 10.0}, "rotary dim is 5; allowed: an even number, at least 2"),

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +54,8 @@ def test_it_attends_as_the_reference_and_plans_once_a_step(params: AttentionPara
     assert [decode.num_plans for decode in library.decodes] == [2]
     assert [prefill.num_plans for prefill in library.prefills] == [2]
     assert library.decodes[0].use_tensor_cores
+    attend(queries(meta), new_cache(num_kv_heads=4), meta, params)
+    assert not library.decodes[1].use_tensor_cores, "two heads that share keys and values are too few"
 
 
 def test_groups_of_layers_and_kinds_of_layers_have_plans_of_their_own() -> None:
@@ -98,9 +100,10 @@ def test_plans_find_room_on_any_device(
 
 
 def test_a_larger_kind_of_layer_makes_the_workspace_grow() -> None:
-    """In the middle of a step, in which the smaller ones go on."""
-    library = FakeFlashInfer(132)
-    attend = FlashInfer(library, CPU, num_multiprocessors=132)
+    """In the middle of a step, in which the smaller ones go on. What goes with it has been copied before."""
+    library, notes = FakeFlashInfer(132), []
+    copied: Any = SimpleNamespace(record=lambda: notes.append("recorded"), synchronize=lambda: notes.append("waited"))
+    attend = FlashInfer(library, CPU, copied, num_multiprocessors=132)
     small, large = new_cache(), new_cache(num_kv_heads=1)
     for seed, sizes in enumerate(([128 << 20, 264 * 128 * 32 * 65 * 4 + 32], [264 * 128 * 32 * 65 * 4 + 32] * 2)):
         meta = make_meta(STEPS[0], block_size=16, num_blocks=60, seed=seed)
@@ -110,6 +113,7 @@ def test_a_larger_kind_of_layer_makes_the_workspace_grow() -> None:
             torch.testing.assert_close(attend(q, cache, meta, PLAIN), expected, rtol=2e-2, atol=2e-2)
             assert len(attend._workspace) == size
     assert [decode.num_plans for decode in library.decodes] == [1, 2, 2]
+    assert notes == ["waited", "recorded", "waited", "recorded", "recorded", "waited", "recorded", "recorded"]
     assert library.decodes[1].workspace is library.prefills[2].workspace is attend._workspace
 
 
@@ -198,6 +202,14 @@ def test_a_backend_that_cannot_be_had_is_refused(backend: str, message: str) -> 
         pytest.skip("this machine may have it")
     with pytest.raises(DeviceError, match=message):
         CudaKernels(CPU, backend)
+
+
+def test_where_it_is_not_installed_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flashinfer_attention.importlib.util, "find_spec", lambda name: None)
+    assert FlashInfer.find(CPU) is None
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])

@@ -85,9 +85,10 @@ def test_what_a_rank_cannot_no_rank_does(
     assert "left to NCCL: no peer access" in caplog.text
 
 
-def test_a_rank_that_could_leaves_it_with_the_others(group: Any) -> None:
+def test_a_rank_that_could_leaves_it_with_the_others(group: Any, caplog: pytest.LogCaptureFixture) -> None:
     group.others_agree = False
     assert connect(group) is None
+    assert "left to NCCL: another rank cannot, or the sums are not NCCL's" in caplog.text
     assert group.votes == [1], "it does not wait where the others do not come"
 
 
@@ -112,6 +113,7 @@ def test_only_small_aligned_tensors_are_taken(group: Any) -> None:
     assert not made.takes(torch.empty(largest // 2 + 8, dtype=torch.bfloat16))
     assert not made.takes(torch.empty(8, dtype=torch.float16))
     assert not made.takes(torch.empty(3, 2)), "24 bytes"
+    assert made.takes(torch.empty(12)[4:])
     assert not made.takes(torch.empty(9)[1:]), "not where a load of 16 bytes may begin"
     assert not made.takes(torch.empty(0))
 
