@@ -220,7 +220,9 @@ def test_rms_norm_equals_torch(dtype: torch.dtype) -> None:
     original.weight.data = weight.float()
     expected = original(x.float()).to(dtype)
     tolerance = TOLERANCE if dtype is torch.float32 else 2**-7
-    torch.testing.assert_close(KERNELS.rms_norm(x, weight, 1e-5), expected, rtol=tolerance, atol=tolerance)
+    result = KERNELS.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(result, KERNELS.rms_norm(x.float(), weight.float(), 1e-5).to(dtype)), "rounded once"
     assert torch.equal(x, before)
 
 
@@ -242,7 +244,10 @@ def test_layer_norm_equals_torch(dtype: torch.dtype, has_bias: bool) -> None:
     before = x.clone()
     expected = F.layer_norm(x.float(), (8,), weight.float(), None if bias is None else bias.float(), 1e-5).to(dtype)
     tolerance = TOLERANCE if dtype is torch.float32 else 2**-7
-    torch.testing.assert_close(KERNELS.layer_norm(x, weight, bias, 1e-5), expected, rtol=tolerance, atol=tolerance)
+    result = KERNELS.layer_norm(x, weight, bias, 1e-5)
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    in_float32 = KERNELS.layer_norm(x.float(), weight.float(), None if bias is None else bias.float(), 1e-5)
+    assert torch.equal(result, in_float32.to(dtype)), "rounded once"
     assert torch.equal(x, before)
 
 
