@@ -8,6 +8,7 @@ import torch
 from parallel.device.cpu import CpuDevice
 from parallel.device.select import select_device
 from parallel.errors import DeviceError
+from parallel.kernels.choice import check_choice
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.reference import ReferenceKernels
@@ -93,14 +94,27 @@ def test_kernels_are_selected_by_device_and_name(device: str, name: str, kind: t
 
 
 @pytest.mark.parametrize(
-    ("device", "name"), [("cpu", "fast"), ("cuda", "cpu"), ("cuda", "cpu-native"), ("cpu", "cuda")]
+    ("device", "name", "message"),
+    [
+        ("cpu", "fast", "kernels are 'fast'; allowed: auto, reference, cpu, cpu-native, cuda"),
+        ("cpu", "cpu-fast", "kernels are 'cpu-fast'; allowed: auto, reference, cpu, cpu-native, cuda"),
+        ("cuda", "cpu", "kernels are 'cpu' on device cuda; allowed there: auto, reference, cuda"),
+        ("cuda", "cpu-native", "kernels are 'cpu-native' on device cuda; allowed there: auto, reference, cuda"),
+        ("cpu", "cuda", "kernels are 'cuda' on device cpu; allowed there: auto, reference, cpu, cpu-native"),
+    ],
 )
-def test_kernels_that_do_not_exist_there_are_refused(device: str, name: str) -> None:
-    with pytest.raises(DeviceError, match="allowed"):
+def test_kernels_that_do_not_exist_there_are_refused(device: str, name: str, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
         select_kernels(torch.device(device), torch.float32, name)
 
 
-def test_an_attention_backend_is_for_cuda() -> None:
-    select_kernels(torch.device("cuda"), torch.float32, attention_backend="auto")
-    with pytest.raises(DeviceError, match="'triton' with kernels 'auto' on cpu; allowed: auto"):
-        select_kernels(torch.device("cpu"), torch.float32, attention_backend="triton")
+def test_an_attention_backend_is_for_the_kernels_of_cuda() -> None:
+    check_choice("cuda:0", "auto", attention_backend="triton")
+    for device, name in (("cpu", "auto"), ("cuda", "reference")):
+        with pytest.raises(DeviceError, match=f"'triton' with kernels '{name}' on {device}; allowed: auto"):
+            select_kernels(torch.device(device), torch.float32, name, attention_backend="triton")
+
+
+def test_layers_are_compiled_around_kernels_that_are_not() -> None:
+    for device, name in (("cuda", "auto"), ("cuda", "reference"), ("cpu", "reference"), ("cpu", "cpu")):
+        check_choice(device, name, compiles=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel.errors import DeviceError
 from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.native import build
-from parallel.kernels.sampling import IN_TORCH, Draws, choose_in_torch
+from parallel.kernels.sampling import IN_TORCH, Draws, choose_in_torch, rank_in_torch
 from parallel.kernels.select import select_sampling
 
 CPU = torch.device("cpu")
@@ -73,6 +73,14 @@ def test_the_largest_and_a_nan_are_found_anywhere(place: int) -> None:
     assert choice.choose(row, None).tolist() == [place]
     row[0, place] = torch.nan
     assert choice.choose(row, None).tolist() == [-1]
+
+
+def test_triton_chooses_on_a_gpu() -> None:
+    pytest.importorskip("triton")
+    from parallel.kernels import triton_sampling as triton
+
+    expected = triton.choose_in_triton, triton.find_in_triton, rank_in_torch, triton.edit_in_triton
+    assert select_sampling(torch.device("cuda")) == expected
 
 
 def test_without_triton_torch_chooses_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
