@@ -46,7 +46,7 @@ class Location:
     """Name of the stored tensor. With "{row}" in it, each row of the decoder's tensor is a stored tensor of its own."""
     fusion: Fusion | None = None
     part: str = ""
-    """Part of the fusion that the tensor is; empty without a fusion."""
+    """Part of the fusion that the tensor is; means nothing without a fusion."""
     is_transposed: bool = False
     expert: int | None = None
     """Place of the tensor where the stored one has those of all experts along a first dim; None: it has not."""
