@@ -70,7 +70,8 @@ def test_help_shows_the_names_of_options_whole_in_80_columns(name: str) -> None:
 
 def test_help_of_serve_has_its_flags_by_what_they_are_about() -> None:
     shown = CliRunner().invoke(weft, ["serve", "--help"]).output
-    marks = ("Arguments:", "Model:", "--dtype", "Cache and batches:", "--block-size", "Network:", "--port", "Options:")
+    marks = ["Usage:", "Serve a model", "Arguments:", "Model:", "--dtype", "Cache and batches:", "--block-size"]
+    marks += ["Network:", "--port", "Options:"]
     assert [shown.index(mark) for mark in marks] == sorted(shown.index(mark) for mark in marks)
 
 
@@ -167,6 +168,7 @@ EXAMPLES = {
     "chat_template_kwargs": "{}",
     "log_level": "error",
     "batched_tokens": "70",
+    "keep": "70",
 }
 """What is given to options that do not take a 7."""
 
@@ -179,6 +181,17 @@ EXAMPLES = {
         ("chat", "cluster.chat.chat", r"(?!tls_).*"),
         ("make-model out", "cluster.make_model.make_model", ".*"),
         ("demo", "cluster.demo.run_demo", ".*"),
+        ("apply FILE", "cluster.operate.apply_file", "dry_run|wait"),
+        ("apply FILE --wait", "cluster.operate.apply_file", "timeout"),
+        ("scale m 2", "cluster.operate.scale_model", "wait"),
+        ("scale m 2 --wait", "cluster.operate.scale_model", "timeout"),
+        ("rollout m", "cluster.operate.roll_model", "settings|undo|wait"),
+        ("rollout m --wait", "cluster.operate.roll_model", "timeout"),
+        ("drain m-0", "cluster.operate.drain_target", "grace|undo|wait"),
+        ("drain m-0 --wait", "cluster.operate.drain_target", "timeout"),
+        ("top", "cluster.top.run_top", r"(?!tls_|control).*"),
+        ("logs", "cluster.show_logs.show_logs", r"(?!tls_|control).*"),
+        ("warm", "cluster.warm.warm", ".*"),
         ("bench serve", SERVED, r"(?!.*tls_|file|burstiness|replay|speed|send_targets).*"),
         ("bench serve --rate 1 --ttft-target 5", SERVED, "burstiness|send_targets"),
         ("bench serve --dataset trace --file FILE", SERVED, "replay"),

@@ -138,6 +138,13 @@ def test_command_with_half_of_the_files_is_refused(tls: InnerTls) -> None:
     assert "allowed: all three" in str(refused.exception)
 
 
+def test_command_with_files_that_do_not_fit_is_refused(tls: InnerTls) -> None:
+    Path(tls.key_file).write_bytes(trustme.CA().issue_cert("weft").private_key_pem.bytes())
+    refused = weft("status", *connection_flags("127.0.0.1:1", tls))
+    assert isinstance(refused.exception, ClusterConfigError)
+    assert "key values mismatch" in str(refused.exception)
+
+
 @pytest.mark.parametrize("command", ["status", "stop", "apply", "scale", "rollout", "drain", "top", "logs"])
 def test_every_command_to_the_controller_has_the_options(command: str) -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "--help"]).stdout
@@ -149,3 +156,4 @@ def test_flags_are_those_that_are_needed(tls: InnerTls) -> None:
     assert connection_flags("a:1", None) == ["--control", "a:1"]
     flags = ["--tls-cert", tls.cert_file, "--tls-key", tls.key_file, "--tls-ca", tls.ca_file]
     assert connection_flags("127.0.0.1:50050", tls) == flags
+    assert connection_flags("127.0.0.1:50050", replace(tls, server_name="n")) == [*flags, "--tls-name", "n"]
