@@ -77,7 +77,6 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     parameters = [each for name, one in own.items() for each in _expand(groups.get(name), one)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
 
 
