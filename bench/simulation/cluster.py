@@ -186,7 +186,7 @@ class SimulatedCluster:
         assert self._first_s is not None, "there were no requests"
         duration_s = max(record.end_s for record in records) - self._first_s
         counters = [replica.scheduler.counters for replica in replicas]
-        shares = [replica.busy_s / replica.lived_s for replica in replicas if replica.lived_s]
+        shares = [replica.busy_s / replica.lived_s for replica in replicas if replica.lived_s] or [0.0]
         busy_share = math.fsum(shares) / len(shares)
         routes = [router.route for router in self.routers]
         num_choices = sum(router.num_choices for router in self.routers)

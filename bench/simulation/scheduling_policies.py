@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.errors import BenchConfigError
+from bench.errors import BenchConfigError, BenchError
 from bench.load.statistics import Distribution
 from bench.result_line import append_line, check_line_file
 from bench.simulation.jobs import DEFAULT_RATE, Job, draw_jobs, read_jobs, with_deadlines
@@ -80,7 +80,7 @@ class Simulation:
         self._first_tokens_s: dict[RequestId, float] = {}
 
     def run(self) -> Outcome:
-        """Serve all requests to their end."""
+        """Serve all requests to their end. Raises BenchError when all of them expired."""
         while self._coming or self.scheduler.has_unfinished:
             self.step()
         return self._summarize()
@@ -146,7 +146,8 @@ class Simulation:
 
 def _distribution(values: Iterable[float]) -> Distribution:
     found = Distribution.of(values)
-    assert found is not None, "no request came to its end"
+    if found is None:
+        raise BenchError("no request came to its end before its deadline; allowed: costs with which one does")
     return found
 
 
@@ -174,7 +175,7 @@ class Options:
 def simulate(options: Options, *, json_file: Path | None) -> None:
     """Run every policy on the same requests; print a table, and add a line of JSON to the file.
 
-    Raises BenchConfigError, and BenchError when the file cannot be written.
+    Raises BenchConfigError, and BenchError when no request meets its deadline or the file cannot be written.
     """
     _check_cost(options.cost)
     if json_file is not None:

@@ -14,6 +14,7 @@ from bench.simulation.scheduling_policies import Outcome, Simulation
 from bench.simulation.step_cost import StepCost
 from cluster.cli import app
 from workers.config import SchedulerConfig, SchedulingPolicy
+from workers.plan import ScheduledSequence, StepPlan
 
 COST = StepCost()
 
@@ -21,6 +22,12 @@ COST = StepCost()
 def simulate(policy: SchedulingPolicy, jobs: list[Job], *, num_seqs: int = 16, num_blocks: int = 8000) -> Outcome:
     config = SchedulerConfig(policy=policy, max_num_seqs=num_seqs, max_waiting=len(jobs))
     return Simulation(jobs, config, COST, num_blocks=num_blocks).run()
+
+
+def test_a_step_takes_time_for_itself_for_its_tokens_and_for_what_they_see() -> None:
+    shares = [ScheduledSequence(0, 99, 1, 5, [], samples=True), ScheduledSequence(1, 16, 40, [], [], samples=False)]
+    cost = StepCost(step_s=1000.0, token_s=1.0, context_token_s=1e-3)
+    assert cost.duration_s(StepPlan(1, [], [], shares)) == pytest.approx(1000 + 41 + (100 + 56) * 1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +116,12 @@ def test_times_of_a_trace_are_stretched_to_the_rate(tmp_path: Path, rate: float 
 def test_requests_that_take_no_time_alone_are_refused() -> None:
     arguments = ["simulate", "--step-ms", "0", "--token-us", "0", "--context-ns", "40", "--requests", "10"]
     with pytest.raises(BenchConfigError, match="--step-ms is 0 and --token-us is 0; allowed: one of them more than 0"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_requests_of_which_none_meets_its_deadline_are_told() -> None:
+    arguments = ["simulate", "--policy", "fcfs", "--requests", "3", "--deadlines", "--context-ns", "1e9"]
+    with pytest.raises(BenchError, match="no request came to its end before its deadline; allowed"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 

@@ -309,3 +309,10 @@ def test_request_that_comes_at_the_start_counts_and_its_line_is_json(tmp_path: P
     line = json.loads(run_line(tmp_path / "lines", *flags), parse_constant=refuse)
     assert (line["benchmark"], line["arguments"]["rate"]) == ("simulate", "inf")
     assert {outcome["on_time_share"] for outcome in line["outcomes"]} == {1.0}
+
+
+def test_requests_that_are_refused_before_any_time_has_passed_are_told() -> None:
+    flags = ["--replicas", "1", "--requests", "1", "--rate", "inf", "--network-ms", "0", "--num-blocks", "10"]
+    rows = [line.split() for line in run_command(*flags, "--router-policy", "round_robin").splitlines()]
+    assert ["busy", "0%"] in rows
+    assert ["ended", "otherwise", "1", "invalid_argument"] in rows
