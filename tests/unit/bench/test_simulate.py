@@ -4,11 +4,13 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError, BenchError
+from bench.load.statistics import Distribution
 from bench.simulation.jobs import Job, draw_jobs, read_jobs, with_deadlines
 from bench.simulation.scheduling_policies import Outcome, Simulation
 from bench.simulation.step_cost import StepCost
@@ -39,6 +41,24 @@ def jobs() -> list[Job]:
 @pytest.fixture(scope="module")
 def fcfs(jobs: list[Job]) -> Outcome:
     return simulate(SchedulingPolicy.FCFS, jobs)
+
+
+def test_requests_that_are_made_up_have_heavy_tails(jobs: list[Job]) -> None:
+    prompts, outputs = sorted(len(job.prompt) for job in jobs), sorted(job.num_out for job in jobs)
+    assert (median(prompts), prompts[-1]) == (pytest.approx(300, rel=0.05), 4000)
+    assert (outputs[0], median(outputs), outputs[-1]) == (20, pytest.approx(20 * 2 ** (1 / 1.2), rel=0.05), 2000)
+    assert {job.priority for job in jobs} == {0, 1, 2}
+
+
+def test_the_scheduler_knows_the_next_power_of_two_of_an_output() -> None:
+    jobs = [Job(at_s=0.0, prompt=(1,), num_out=num_out) for num_out in (1, 2, 3, 8, 9)]
+    assert [job.to_request("a").sampling.max_tokens for job in jobs] == [1, 2, 4, 8, 16]
+
+
+def test_a_deadline_is_a_multiple_of_the_time_alone_and_two_seconds_away() -> None:
+    cost = StepCost(step_s=0.5, token_s=0.25, context_token_s=0.0)
+    (job,) = with_deadlines([Job(at_s=10.0, prompt=(1,) * 4, num_out=6)], cost, factors=(3.0,), seed=0)
+    assert job.to_request("a").deadline_s == 10 + 2 + 3 * (6 * 0.5 + 4 * 0.25)
 
 
 @pytest.mark.parametrize("policy", [SchedulingPolicy.MLFQ, SchedulingPolicy.SHORTEST_REMAINING])
@@ -84,6 +104,23 @@ def test_same_seed_gives_the_same_outcome(policy: SchedulingPolicy) -> None:
     outcomes = [simulate(policy, draw_jobs(100, rate=14.0, seed=5), num_seqs=4, num_blocks=400) for _ in range(2)]
 
     assert outcomes[0] == outcomes[1]
+
+
+def test_numbers_of_one_replica_by_hand() -> None:
+    jobs = [
+        Job(at_s=1.0, prompt=(1,) * 4, num_out=2),  # runs from 1 to 3 and to 4.25
+        Job(at_s=1.5, prompt=(2,) * 4, num_out=1, priority=1),  # from 4.25 to 6.25
+        Job(at_s=1.75, prompt=(3,) * 4, num_out=1, deadline_s=2.0),
+    ]
+    cost = StepCost(step_s=1.0, token_s=0.25, context_token_s=0.0)
+
+    outcome = Simulation(jobs, SchedulerConfig(max_num_seqs=1), cost, num_blocks=8).run()
+
+    assert outcome.completion_s == Distribution.of([3.25, 4.75])
+    assert outcome.slowdown == Distribution.of([3.25 / 3, 4.75 / 2])
+    assert outcome.ttft_s == Distribution.of([2.0, 4.75])
+    assert (outcome.urgent_s, outcome.wait_s, outcome.output_rate) == (3.25, 2.75, 3 / 5.25)
+    assert (outcome.num_expired, outcome.num_preemptions, outcome.recomputed_share, outcome.num_steps) == (1, 0, 0, 3)
 
 
 def write_trace(file: Path, *times_ms: int | None) -> Path:

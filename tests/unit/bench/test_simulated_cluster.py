@@ -11,16 +11,20 @@ from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
 from bench.load.calls import Call, Session, draw_ids
+from bench.load.statistics import Distribution
 from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulation.controller import Autoscaling, FleetSettings
 from bench.simulation.replica import ReplicaSettings, token_at
 from bench.simulation.router import SimulatedFlight
+from bench.simulation.step_cost import StepCost
 from cluster.autoscaler import AutoscalerConfig
 from cluster.cli import app
 from router.config import AdmissionConfig, FailoverConfig, PolicyName, RouterConfig
 from workers.config import SchedulerConfig
 
 SMALL = ReplicaSettings(scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256), num_blocks=120)
+EVEN = ReplicaSettings(cost=StepCost(step_s=0.5, token_s=0.0, context_token_s=0.0), network_s=0.125, num_blocks=8)
+"""Every step takes half a second, every message an eighth."""
 RULES = AutoscalerConfig(target_requests=4, window_s=4, upscale_delay_s=4, downscale_delay_s=20)
 
 
@@ -82,6 +86,50 @@ def check_whole(simulated: Run, outcome: ClusterOutcome) -> None:
     for router in simulated.routers:
         assert (router.places.num_in_flight, router.places.num_queued, router.route.num_open) == (0, 0, 0)
         assert [link.load.num_requests for link in router.route.links.values()] == [0] * len(router.route.links)
+
+
+def test_numbers_of_a_small_cluster_by_hand() -> None:
+    prompt = tuple(range(48))
+    turns = Call(prompt=prompt[:32], num_out=3), Call(prompt=prompt, num_out=1)
+    sessions = [
+        Session(calls=turns, at_s=1.0, think_s=2.0),  # the first replica, 1.125 to 2.625; and 4.875 to 5.375
+        Session(calls=(Call(prompt=prompt[:16], num_out=1),), at_s=1.75),  # the second one, 1.875 to 2.375
+        Session(calls=(Call(prompt=prompt * 4, num_out=1),) * 2, at_s=2.5),  # too long for either
+    ]
+
+    outcome = cluster(iter(sessions), PolicyName.ROUND_ROBIN, replicas=2, replica=EVEN).run()
+
+    assert outcome.ends == {"invalid_argument": 2, "stop": 3}
+    assert (outcome.duration_s, outcome.output_rate) == (4.5, 5 / 4.5)
+    assert (outcome.ttft_s, outcome.tpot_s) == (Distribution.of([0.75] * 3), Distribution.of([0.5]))
+    assert outcome.completion_s == Distribution.of([1.75, 0.75, 0.75])
+    assert (outcome.on_time_share, outcome.hit_share) == (2 / 3, 32 / (32 + 16 + 48))
+    assert outcome.busy_share == pytest.approx((2.0 + 0.5) / 5.5 / 2)
+    assert outcome.busy_imbalance == pytest.approx(2.0 / 1.25)
+    assert outcome.load_imbalance == pytest.approx((1 + 1) / (1 + 0.5)), "at 2 s both have a request, at 5 s one"
+    assert (outcome.replica_s, outcome.most_replicas, outcome.last_replicas) == (11.0, 2, 2)
+    assert (outcome.num_moves, outcome.num_choices, outcome.num_steps) == (0, 5, 5)
+
+
+def test_numbers_of_a_replica_that_dies_by_hand() -> None:
+    """At 2 s, with its second token in flight; it is READY again at 5 s, and is not there to die at 2.5 s."""
+    sessions = [
+        Session(calls=(Call(prompt=(1,) * 32, num_out=4),), at_s=1.0),  # 1.125 to 2; and 5.125 to 6.625
+        Session(calls=(Call(prompt=(2,) * 16, num_out=1),), at_s=9.0),  # 9.125 to 9.625
+    ]
+    failures = ((2.0, 0), (2.5, 0))
+    simulated = cluster(
+        iter(sessions), PolicyName.ROUND_ROBIN, replicas=1, replica=EVEN, failures=failures, start_s=3.0
+    )
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert (outcome.ends, outcome.num_moves, outcome.idle_failures) == ({"stop": 2}, 1, ((2.5, 0),))
+    assert outcome.completion_s == Distribution.of([5.75, 0.75])
+    assert outcome.ttft_s == Distribution.of([0.75, 0.75])
+    assert outcome.busy_share == pytest.approx((1.0 / 2 + 2.0 / 4.75) / 2)
+    assert (outcome.replica_s, outcome.most_replicas, outcome.num_steps) == (9.75, 1, 6)
 
 
 @pytest.mark.parametrize("policy", PolicyName)

@@ -448,6 +448,15 @@ def test_drain_wants_one_target(arguments: list[str]) -> None:
         app(arguments, standalone_mode=False)
 
 
+def test_drain_of_this_node_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drained: list[str] = []
+    monkeypatch.setattr("cluster.operate.this_node", lambda client: "127.0.0.7")
+    monkeypatch.setattr("cluster.operate.drain_target", lambda client, target, console, **how: drained.append(target))
+    app(["drain", "--this-node"], standalone_mode=False)
+    app(["drain", "m-0"], standalone_mode=False)
+    assert drained == ["127.0.0.7", "m-0"]
+
+
 def test_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     app(["--version"], standalone_mode=False)
     assert capsys.readouterr().out == f"weft {metadata.version('weft')}\n"
