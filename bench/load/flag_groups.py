@@ -222,7 +222,7 @@ class SimulateFlags:
     step_ms: Annotated[float, typer.Option(min=0, help="Milliseconds of each step.")] = 8.0
     token_us: Annotated[float, typer.Option(min=0, help="Microseconds of each token in a step.")] = 50.0
     context_ns: Annotated[
-        float, typer.Option(min=0, help="Nanoseconds of each earlier token that such a token sees.")
+        float, typer.Option(min=0, help="Nanoseconds of each token of which a request reads keys and values in a step.")
     ] = 40.0
     seed: Annotated[int, typer.Option(help="Seed of all that is random.")] = 0
 

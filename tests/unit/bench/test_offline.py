@@ -12,7 +12,7 @@ from helpers.engines import fake_engine
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from bench.errors import BenchConfigError
+from bench.errors import BenchConfigError, BenchError
 from bench.load import geometries, offline
 from bench.load.calls import Call, Session
 from bench.load.datasets import DatasetKind, DatasetOptions
@@ -199,11 +199,34 @@ def test_energy_is_what_nvml_counts() -> None:
 
 def test_geometry_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GEOMETRIES, "llama-110m", "tiny")  # type: ignore[index]
-    folder = find_model("llama-110m", cache=tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "new"))
+    folder = find_model("llama-110m")
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert find_model("llama-110m", cache=tmp_path) == folder
+    assert find_model("llama-110m") == folder == tmp_path / "new" / ".cache" / "weft" / "models" / "llama-110m"
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
-    assert [each.name for each in tmp_path.iterdir()] == ["llama-110m"], "nothing is left of the making"
+    assert [each.name for each in folder.parent.iterdir()] == ["llama-110m"], "nothing is left of the making"
+
+
+def test_geometry_that_another_process_wrote_meanwhile_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_too_late(folder: Path, *, preset: str, **settings: Any) -> None:
+        make_model(folder, preset="tiny", **settings)
+        make_model(tmp_path / "llama-110m", preset="tiny", **settings)
+
+    monkeypatch.setattr(geometries, "make_model", make_too_late)
+    assert (find_model("llama-110m", cache=tmp_path) / "config.json").is_file()
+    assert [each.name for each in tmp_path.iterdir()] == ["llama-110m"]
+
+
+def test_cache_of_geometries_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GEOMETRIES, "llama-110m", "tiny")  # type: ignore[index]
+    file = tmp_path / "llama-110m" / "file"
+    file.parent.mkdir()
+    file.touch()
+    for cache, why in ((tmp_path, "Directory not empty"), (file, "File exists|Not a directory")):
+        with pytest.raises(BenchError, match=f"llama-110m cannot be written: ({why}); allowed: a home folder that can"):
+            find_model("llama-110m", cache=cache)
 
 
 def test_what_a_killed_process_left_of_a_geometry_is_removed_but_not_what_is_being_made(
@@ -218,8 +241,9 @@ def test_what_a_killed_process_left_of_a_geometry_is_removed_but_not_what_is_bei
     left = tmp_path / "make-dead" / "llama3-8b"
     left.mkdir(parents=True)
     (left / "model.safetensors").touch()
+    (tmp_path / "make-new").mkdir()  # it may be too new to be locked
     assert (find_model("llama-110m", cache=tmp_path) / "config.json").is_file()
-    assert {each.name for each in tmp_path.iterdir()} == {"llama-110m", "qwen2.5-0.5b"}
+    assert {each.name for each in tmp_path.iterdir()} == {"llama-110m", "qwen2.5-0.5b", "make-new"}
 
 
 def test_command_reports_every_workload(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """What `weft bench serve` says of a service's ranks: from their metrics pages, or why nothing is known."""
 
 import asyncio
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,7 +20,7 @@ from bench.load.calls import Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.flag_groups import RankFlags
 from bench.load.flags import find_control, parse_peak
-from bench.load.rank_observer import RankObserver
+from bench.load.rank_observer import RankObserver, measure_peak_here
 from bench.load.report import print_limits, print_point, serve_line
 from bench.load.sender import Protocol, Target
 from bench.load.serve import measure
@@ -194,6 +196,19 @@ async def test_ranks_that_change_during_a_load_are_left_out_of_it() -> None:
     assert "Not known: what the ranks did in 1 of 2 loads: ranks came or went during the load: 0, 1\n" in told(outcome)
 
 
+@pytest.mark.parametrize(
+    "looks", [({"0": START}, RanksUnknownError("gone")), (RanksUnknownError("gone"), {"0": START})]
+)
+async def test_ranks_that_are_seen_at_one_end_of_a_load_only_are_not_known(
+    looks: tuple[Mapping[str, RankCounters] | RanksUnknownError, ...],
+) -> None:
+    observer = RankObserver(FakeRanks(*looks), "tiny", peak=PEAK, measure_peak=never)
+    await observer.begin()
+    assert observer.utilization(1.0) is None, "it goes on"
+    await observer.end()
+    assert (observer.utilization(1.0), observer.unknown) == (None, "gone")
+
+
 async def test_without_a_source_nothing_is_known_and_nothing_is_guessed() -> None:
     outcome = await bench(None, peak=Peak())
     assert outcome.points[0].utilization is None
@@ -215,21 +230,55 @@ async def test_without_a_source_nothing_is_known_and_nothing_is_guessed() -> Non
 )
 async def test_a_machine_that_cannot_be_measured_is_not_guessed(rank: RankCounters, why: str) -> None:
     given = Peak(flops_per_s=1e12)
-    observer = RankObserver(FakeRanks({"0": rank}), "tiny", peak=given, measure_peak=never)
+    observer = RankObserver(FakeRanks({"0": START, "1": rank}), "tiny", peak=given, measure_peak=never)
     await observer.find_peak()
     assert observer.peak == replace(given, unknown=why)
     assert f"Not known: MBU: {why}" in told(Outcome(peak=observer.peak))
 
 
-async def test_what_was_given_goes_before_what_is_measured() -> None:
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (Peak(flops_per_s=1e12), Peak(read_bytes_per_s=1.0, flops_per_s=1e12)),
+        (Peak(read_bytes_per_s=1e9), Peak(read_bytes_per_s=1e9, flops_per_s=2.0)),
+    ],
+)
+async def test_what_was_given_goes_before_what_is_measured(given: Peak, expected: Peak) -> None:
     async def measure_peak(rank: RankCounters) -> Peak:
         assert (rank.dtype, rank.quantization) == ("bfloat16", "none")
         return Peak(read_bytes_per_s=1.0, flops_per_s=2.0)
 
-    given = Peak(flops_per_s=1e12)
     observer = RankObserver(FakeRanks({"0": START}), "tiny", peak=given, measure_peak=measure_peak)
     await observer.find_peak()
-    assert observer.peak == Peak(read_bytes_per_s=1.0, flops_per_s=1e12)
+    assert observer.peak == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("""echo '{"read_bytes_per_s": '${#4}', "flops_per_s": '${#3}'}'""", Peak(read_bytes_per_s=4, flops_per_s=8)),
+        (
+            "echo Traceback >&2; echo no torch here >&2; exit 1",
+            Peak(
+                unknown="this machine could not be measured (no torch here); --peak-bandwidth and --peak-flops say it"
+            ),
+        ),
+        (
+            "exec sleep 300",
+            Peak(unknown="measuring this machine took longer than 0.5 s; --peak-bandwidth and --peak-flops say it"),
+        ),
+    ],
+    ids=["measured", "failed", "late"],
+)
+async def test_this_machine_is_measured_in_a_process_of_its_own(
+    script: str, expected: Peak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("bench.load.rank_observer._MEASURE_TIMEOUT_S", 30.0 if "sleep" not in script else 0.5)
+    assert await measure_peak_here(START) == expected
 
 
 def test_flags_say_it_in_units_of_people() -> None:
@@ -299,7 +348,8 @@ def service(*groups: Any) -> control_pb2.GetStatusResponse:
         control_pb2.ModelStatus(name="other", groups=[group("other-0.1", "127.0.0.1:1")]),
     ]
     router = control_pb2.RouterStatus(grpc_address="0.0.0.0:50051", http_address="0.0.0.0:8000")
-    return control_pb2.GetStatusResponse(models=models, routers=[router])
+    starting = control_pb2.RouterStatus()
+    return control_pb2.GetStatusResponse(models=models, routers=[router, starting])
 
 
 def busy_stats() -> RankStats:

@@ -49,13 +49,16 @@ def test_flag_that_a_file_refuses_is_told_by_a_name_that_it_has(tmp_path: Path) 
 def test_only_flags_that_are_given_count() -> None:
     assert settings_of(*(group() for group in GROUPS)) == {}
     given = settings_of(
-        ModelFlags(replicas=3), CacheFlags(prefix_caching=False, cpu_cache_gb=0.5), NetworkFlags(port=0)
+        ModelFlags(replicas=3),
+        CacheFlags(prefix_caching=False, cpu_cache_gb=0.5),
+        NetworkFlags(port=0, record_decisions=Path("/var/decisions")),
     )
     assert given == {
         "models[0].replicas": 3,
         "models[0].cache.enable_prefix_caching": False,
         "models[0].cache.cpu_cache_bytes": 2**29,
         "router.port": 0,
+        "recording.folder": "/var/decisions",
     }
 
 
