@@ -166,6 +166,19 @@ def test_engines_that_fail_are_left_out_and_the_others_are_compared(
     outcome = measure(options, tell=lines.append)
 
     assert [(each.round, each.engine) for each in outcome.measured] == [(1, WEFT), (1, "vllm"), (2, WEFT), (2, "vllm")]
+    assert {(each.workload, each.num_requests, each.num_tokens) for each in outcome.measured} == {("W1", 1, 64)}
+    assert all(each.wall_s > 0 for each in outcome.measured)
+    assert lines[1] == "vllm: echo 1, float32"
+    assert lines[2].startswith("openvino is skipped: openvino: ValueError: no such dtype")
+    assert [line.partition(":")[0] for line in lines[4:]] == [
+        "W1 vllm",
+        "llama.cpp is left out from here on",
+        *(f"round {index} W1 {engine}" for index in (1, 2) for engine in (WEFT, "vllm")),
+    ]
+    assert lines[4] == (
+        "W1 vllm: 0 of 1 answers are Weft's, 0 leave it at a small gap, 1 at a larger one (widest 0.500); "
+        "0% of tokens before that"
+    )
     assert set(outcome.skipped) == {"openvino", "llama.cpp"}
     assert "no such dtype" in outcome.skipped["openvino"]
     assert outcome.agreements["W1"]["vllm"].num_far == 1
@@ -178,10 +191,12 @@ def test_tokens_are_compared_greedily_and_the_rounds_are_as_asked(
 ) -> None:
     monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("works"))
     asked: list[tuple[str, Sampling]] = []
+    prompts: list[list[list[int]]] = []
     run = Worker.run
 
     def note(worker: Worker, job: Job, *, timeout_s: float) -> object:
         asked.append((worker.name, job.sampling))
+        prompts.append(job.prompts)
         return run(worker, job, timeout_s=timeout_s)
 
     monkeypatch.setattr(Worker, "run", note)
@@ -190,6 +205,8 @@ def test_tokens_are_compared_greedily_and_the_rounds_are_as_asked(
     outcome = measure(options, tell=lambda line: None)
     warm_up = [each for name in (WEFT, "vllm") for each in ((name, _GREEDY), (name, drawn))]
     assert asked == [(WEFT, _GREEDY), *warm_up, *[(WEFT, drawn), ("vllm", drawn)] * 2]
+    assert prompts[:5] == [prompts[0]] * 5
+    assert prompts[0] != prompts[5] == prompts[6] != prompts[7] == prompts[8], "a round's are its own"
     assert make_report(options, outcome)["sampling"]["top_k"] == 20
 
 
@@ -288,9 +305,15 @@ def test_a_gpu_is_for_the_engines_that_can_use_one(tmp_path: Path) -> None:
         find_start(name, venvs=tmp_path, num_threads=2, device="cuda")
 
 
-def test_every_engine_is_told_the_device(tmp_path: Path) -> None:
-    options = replace(_options(tmp_path), device="cuda")
-    assert [measuring._setup(name, options).device for name in (WEFT, "transformers")] == ["cuda", "cuda"]
+def test_every_engine_gets_the_same_sizes_and_weft_alone_its_cache(tmp_path: Path) -> None:
+    options = replace(_options(tmp_path), device="cuda", workloads=("W1", "W3"), num_threads=3)
+    ours, theirs = (measuring._setup(name, options) for name in (WEFT, "transformers"))
+    assert (ours.kv_cache_dtype, theirs.kv_cache_dtype) == ("int8", "auto")
+    assert ours == replace(theirs, kv_cache_dtype="int8", cache=ours.cache)
+    assert ours.cache != theirs.cache
+    assert (ours.model, ours.dtype, ours.device, ours.num_threads) == (str(tmp_path / "model"), "float32", "cuda", 3)
+    # W1 is one of 128 tokens in and 64 out; W3 32 of 544 and 32
+    assert (ours.max_num_seqs, ours.max_context, ours.cache_tokens) == (32, 576, 32 * 576)
 
 
 @pytest.mark.parametrize("name", list(PEERS))
