@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -20,7 +20,7 @@ import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from helpers.certificates import inner_tls
-from helpers.fake_replica import FakeReplica
+from helpers.fake_replica import VOCAB_SIZE, FakeReplica
 from helpers.router_harness import RunningRouter, router_config, running_router
 from rich.console import Console
 from typer.testing import CliRunner
@@ -31,16 +31,19 @@ from bench.load.calls import Call, Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions
 from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags, SessionFlags
 from bench.load.flags import find_idle, parse_target, parse_targets
+from bench.load.grpc_sender import GrpcSender
 from bench.load.http_sender import HttpSender, connect_http
 from bench.load.plots import plot_sweep
 from bench.load.records import CallError, ErrorKind, Usage
 from bench.load.report import print_sweep, serve_line, warnings
-from bench.load.sender import Protocol, Target
+from bench.load.sender import Protocol, ServedModel, Target
 from bench.load.serve import measure
 from bench.load.serve_values import Outcome, Point, ServeOptions
 from bench.load.statistics import Targets
 from bench.load.watcher import ServeWatcher
 from cluster.cli import app
+from router import client_values
+from router.client import AsyncClient
 from router.config import MetricsConfig
 from router.keys import hash_key
 from router.tls import ClientTls, TlsFiles
@@ -96,8 +99,7 @@ async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeRe
     outcome = await measure(options(target(router, protocol), targets=Targets(ttft_s=60.0, tpot_s=60.0)))
     (point,) = outcome.points
     summary = point.summary
-    assert outcome.model is not None
-    assert outcome.model.name == "tiny"
+    assert outcome.model == ServedModel(name="tiny", vocab_size=VOCAB_SIZE if protocol is Protocol.GRPC else None)
     assert (summary.num_requests, summary.num_answered, summary.num_short, summary.errors) == (12, 12, 0, {})
     assert summary.input_tokens == sum(len(submit.prompt_token_ids) for submit in replica.submits)
     assert summary.output_tokens == sum(submit.sampling.max_tokens for submit in replica.submits)
@@ -349,6 +351,28 @@ async def test_a_dataset_with_fewer_requests_than_asked_for_is_told(
     (point,) = (await measure(options(target(router, Protocol.GRPC), **{"dataset": dataset, **asked}))).points
     assert ("the dataset has only 1 request: less was sent than is asked for" in warnings(point)) == told
     assert ("the dataset has only 5 requests" in warnings(replace(point, num_unsent=4))[-1]) == told
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+async def test_message_without_tokens_is_no_token_and_one_without_an_end_no_answer(has_end: bool) -> None:
+    usage = client_values.Usage(
+        prompt_tokens=4, cached_tokens=1, completion_tokens=2, queue_s=0.0, prefill_s=0.0, decode_s=0.0
+    )
+    finish = client_values.Finish(reason="length", stopped_by=None, usage=usage, replica_ids=("a",))
+
+    class Client:
+        async def generate(self, prompt: object, **asked: object) -> AsyncIterator[client_values.Delta]:
+            for token_ids, end in (((5, 6), None), ((), finish if has_end else None)):
+                yield client_values.Delta(
+                    request_id="x", model="tiny", text="", token_ids=token_ids, logprobs=(), finish=end
+                )
+
+    received: list[int] = []
+    sender = GrpcSender(cast(AsyncClient, Client()), Target(protocol=Protocol.GRPC, address="a:1"))
+    with nullcontext() if has_end else pytest.raises(CallError, match="the answer has no end"):
+        told = await sender.send(Call(prompt=(1,), num_out=2), "", received.append)
+        assert told == Usage(prompt_tokens=4, cached_tokens=1, completion_tokens=2)
+    assert received == [2]
 
 
 async def test_thoughts_and_calls_of_tools_are_tokens_over_http() -> None:

@@ -94,21 +94,23 @@ def test_numbers_of_a_small_cluster_by_hand() -> None:
     sessions = [
         Session(calls=turns, at_s=1.0, think_s=2.0),  # the first replica, 1.125 to 2.625; and 4.875 to 5.375
         Session(calls=(Call(prompt=prompt[:16], num_out=1),), at_s=1.75),  # the second one, 1.875 to 2.375
-        Session(calls=(Call(prompt=prompt * 4, num_out=1),) * 2, at_s=2.5),  # too long for either
+        Session(calls=(Call(prompt=prompt[32:], num_out=1),), at_s=1.8125),  # the first, when it is free: to 3.125
+        Session(calls=(Call(prompt=prompt * 4, num_out=1),), at_s=2.5),  # too long for the second
     ]
+    replica = dataclasses.replace(EVEN, scheduler=SchedulerConfig(max_num_seqs=1))
 
-    outcome = cluster(iter(sessions), PolicyName.ROUND_ROBIN, replicas=2, replica=EVEN).run()
+    outcome = cluster(iter(sessions), PolicyName.ROUND_ROBIN, replicas=2, replica=replica).run()
 
-    assert outcome.ends == {"invalid_argument": 2, "stop": 3}
-    assert (outcome.duration_s, outcome.output_rate) == (4.5, 5 / 4.5)
-    assert (outcome.ttft_s, outcome.tpot_s) == (Distribution.of([0.75] * 3), Distribution.of([0.5]))
-    assert outcome.completion_s == Distribution.of([1.75, 0.75, 0.75])
-    assert (outcome.on_time_share, outcome.hit_share) == (2 / 3, 32 / (32 + 16 + 48))
-    assert outcome.busy_share == pytest.approx((2.0 + 0.5) / 5.5 / 2)
-    assert outcome.busy_imbalance == pytest.approx(2.0 / 1.25)
-    assert outcome.load_imbalance == pytest.approx((1 + 1) / (1 + 0.5)), "at 2 s both have a request, at 5 s one"
+    assert outcome.ends == {"invalid_argument": 1, "stop": 4}
+    assert (outcome.duration_s, outcome.output_rate) == (4.5, 6 / 4.5)
+    assert (outcome.ttft_s, outcome.tpot_s) == (Distribution.of([0.75, 0.75, 1.4375, 0.75]), Distribution.of([0.5]))
+    assert outcome.completion_s == Distribution.of([1.75, 0.75, 1.4375, 0.75])
+    assert (outcome.on_time_share, outcome.hit_share) == (2 / 4, 32 / (32 + 16 + 16 + 48))
+    assert outcome.busy_share == pytest.approx((2.5 + 0.5) / 5.5 / 2)
+    assert outcome.busy_imbalance == pytest.approx(2.5 / 1.5)
+    assert outcome.load_imbalance == pytest.approx((2 + 1 + 1) / (1.5 + 0.5 + 0.5)), "at 2 s, 3 s and 5 s"
     assert (outcome.replica_s, outcome.most_replicas, outcome.last_replicas) == (11.0, 2, 2)
-    assert (outcome.num_moves, outcome.num_choices, outcome.num_steps) == (0, 5, 5)
+    assert (outcome.num_moves, outcome.num_choices, outcome.num_steps) == (0, 5, 6)
 
 
 def test_numbers_of_a_replica_that_dies_by_hand() -> None:
