@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -307,6 +308,16 @@ async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, t
             await measure(options(replace(where, api_key="wk-1", tls=nobody)))
 
 
+async def test_certificate_of_an_authority_that_nobody_knows_is_refused() -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    server = TestServer(web.Application(), scheme="https")
+    await server.start_server(ssl=context)
+    async with server, connect_http(Target(protocol=Protocol.HTTP, address=str(server.make_url("/")))) as sender:
+        with pytest.raises(BenchError, match=r"gives no list of models: .*certificate verify failed"):
+            await sender.find_model()
+
+
 async def test_line_of_json_has_everything_but_the_key(router: RunningRouter, tmp_path: Path) -> None:
     wanted = options(target(router, Protocol.GRPC, api_key="secret"), loads=(OpenLoop(rate=float("inf")),))
     outcome = await measure(wanted)
@@ -525,6 +536,18 @@ async def test_refusal_fails_a_request_by_its_status(status: int, kind: ErrorKin
         with pytest.raises(CallError, match=r"^sorry$") as failed:
             await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None)
     assert failed.value.kind is kind
+
+
+async def test_service_that_hangs_up_is_unavailable() -> None:
+    async def complete(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    async with answering(complete) as sender:
+        with pytest.raises(CallError, match="Server disconnected") as failed:
+            await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None)
+    assert failed.value.kind is ErrorKind.UNAVAILABLE
 
 
 async def test_refusal_in_another_form_is_told_as_it_is() -> None:

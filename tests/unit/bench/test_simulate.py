@@ -184,9 +184,17 @@ def test_an_unknown_policy_is_refused_with_those_allowed() -> None:
         CliRunner().invoke(app, ["simulate", "--policy", "fcfs,lifo"], catch_exceptions=False)
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_simulated(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "simulation"),
+    [([], "scheduling_policies.Simulation"), (["--replicas", "2"], "routing_policies.SimulatedCluster")],
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_simulated(
+    flags: list[str], simulation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"bench.simulation.{simulation}", None)
+    arguments = ["simulate", *flags, "--json", str(tmp_path / "none" / "lines")]
     with pytest.raises(BenchError, match="cannot be written: No such file"):
-        CliRunner().invoke(app, ["simulate", "--json", str(tmp_path / "none" / "lines")], catch_exceptions=False)
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_command_prints_a_table_of_80_columns_and_adds_a_line_of_json(tmp_path: Path) -> None:

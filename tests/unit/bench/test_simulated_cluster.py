@@ -5,17 +5,20 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
 from bench.load.calls import Call, Session, draw_ids
+from bench.load.dataset_files import TraceLimits
 from bench.load.statistics import Distribution
 from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulation.controller import Autoscaling, FleetSettings
 from bench.simulation.replica import ReplicaSettings, token_at
 from bench.simulation.router import SimulatedFlight
+from bench.simulation.routing_policies import ClusterOptions, make_arrivals
 from bench.simulation.step_cost import StepCost
 from cluster.autoscaler import AutoscalerConfig
 from cluster.cli import app
@@ -275,6 +278,61 @@ def test_a_thousand_replicas_serve() -> None:
     assert outcome.num_preemptions == 0
 
 
+# The requests
+
+
+def arrivals(**changes: Any) -> list[Session]:
+    """Of a cluster of three replicas."""
+    options = ClusterOptions(
+        **{
+            "trace": None,
+            "limits": TraceLimits(),
+            "num_copies": 1,
+            "num_requests": 1200,
+            "rate": None,
+            "policies": (),
+            "num_routers": 1,
+            "max_in_flight": 1,
+            "fleet": FleetSettings(replicas=3),
+            "replica": SMALL,
+            "seed": 0,
+            **changes,
+        }
+    )
+    return list(make_arrivals(options))
+
+
+@pytest.mark.parametrize(("rate", "duration_s"), [(None, 200), (30.0, 40)])
+def test_conversations_come_at_the_rate_of_their_requests_and_share_prefixes(
+    rate: float | None, duration_s: float
+) -> None:
+    sessions = arrivals(rate=rate)
+    assert sum(len(session.calls) for session in sessions) == 1200
+    assert sessions[-1].at_s == pytest.approx(duration_s, rel=0.2)
+    assert sorted({len(session.calls) for session in sessions[:-1]}) == [2, 3, 4, 5, 6]
+    assert len({session.calls[0].prompt[:1024] for session in sessions}) == 16
+    assert arrivals(rate=rate) == sessions != arrivals(rate=rate, seed=1)
+
+
+def test_copies_of_a_trace_lie_side_by_side_with_prompts_of_their_own(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": time_ms, "input_length": 9, "output_length": 4} for time_ms in (3000, 4000, 7000)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+
+    def times_s(**changes: Any) -> list[float]:
+        return [session.at_s for session in arrivals(trace=trace, **changes) if session.at_s is not None]
+
+    assert times_s() == [0.0, 1.0, 4.0]
+    assert times_s(num_requests=2) == [0.0, 1.0]
+    assert times_s(rate=1.5) == [0.0, 0.5, 2.0]
+    copied_s = times_s(num_copies=3, rate=4.5)
+    first, second, third = copied_s[:3]
+    assert first == 0.0 < second < third <= 0.02, "a hundredth of its time at most"
+    assert copied_s == pytest.approx([at_s + shift_s for at_s in (0, 0.5, 2) for shift_s in (first, second, third)])
+    sessions = arrivals(trace=trace, num_copies=3, rate=4.5)
+    assert len({session.calls[0].prompt for session in sessions}) == 9
+
+
 # The command
 
 
@@ -364,5 +422,5 @@ def test_request_that_comes_at_the_start_counts_and_its_line_is_json(tmp_path: P
 def test_requests_that_are_refused_before_any_time_has_passed_are_told() -> None:
     flags = ["--replicas", "1", "--requests", "1", "--rate", "inf", "--network-ms", "0", "--num-blocks", "10"]
     rows = [line.split() for line in run_command(*flags, "--router-policy", "round_robin").splitlines()]
-    assert ["busy", "0%"] in rows
+    assert all(row in rows for row in (["busy", "0%"], ["TTFT", "p50", "-"], ["completion", "mean", "-"]))
     assert ["ended", "otherwise", "1", "invalid_argument"] in rows
