@@ -33,6 +33,7 @@ from bench.simulation.replica import ReplicaSettings
 from bench.simulation.report import outcomes_line, print_outcomes
 from bench.simulation.scheduling_policies import Options
 from cluster.autoscaler import AutoscalerConfig
+from cluster.cli_flags import given
 from router.config import AdmissionConfig, PolicyName, RouterConfig
 from workers.config import SchedulerConfig
 
@@ -145,6 +146,8 @@ def _parse_policies(names: str) -> tuple[PolicyName, ...]:
 def _parse_autoscaling(flags: ClusterFlags) -> Autoscaling | None:
     text = flags.autoscale
     if text is None:
+        if given(flags).keys() & {"target_requests", "upscale_delay", "downscale_delay"}:
+            raise BenchConfigError("--target-requests, --upscale-delay, --downscale-delay: allowed with --autoscale")
         return None
     least, _, most = text.partition(":")
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
