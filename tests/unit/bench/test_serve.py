@@ -118,6 +118,7 @@ async def test_both_fronts_count_the_same(router: RunningRouter, replica: FakeRe
 @PROTOCOLS
 async def test_how_tokens_are_chosen_is_sent(router: RunningRouter, replica: FakeReplica, protocol: Protocol) -> None:
     asked = parse_target(ServiceFlags(), PromptFlags(temperature=0.5, top_k=7, top_p=0.25, repetition_penalty=1.5))
+    assert target(router, protocol).sampling == {"temperature": 0.0}, "of the rest nothing is sent"
     where = target(router, protocol, **asked.sampling)
     await measure(options(where, num_requests=1))
     (submit,) = replica.submits
@@ -487,7 +488,8 @@ async def test_end_without_text_is_a_time_and_usage_is_the_last_that_came(
     received: list[int] = []
 
     async def complete(request: web.Request) -> web.Response:
-        return web.Response(body=b": ping\n\n" + streamed(first, {"choices": [{"text": ""}]}, end, {"choices": []}))
+        empty = b': ping\n\ndata:{"choices": [{"text": ""}]}\n\n'
+        return web.Response(body=empty * 2 + streamed(first, end, {"choices": []}))
 
     async with answering(complete) as sender:
         told = await sender.send(Call(prompt=(1,), num_out=2), "", received.append)
