@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import fake_engine
+from helpers.engines import FakeExecutor, fake_engine
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from bench.load.engine_run import run_engine
 from bench.load.geometries import GEOMETRIES, find_model
 from bench.load.hardware import Ceiling
 from bench.load.model_cost import ModelCost, Work
-from bench.load.records import CallRecord, Usage
+from bench.load.records import CallRecord, ErrorKind, Usage
 from bench.load.watcher import OfflineWatcher
 from cluster.cli import app
 from cluster.errors import ClusterConfigError
@@ -108,6 +109,24 @@ def test_time_before_the_engine_lets_a_request_in_counts() -> None:
 def test_prompt_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="allowed: at most 199"):
         run_engine(fake_engine(), [session((500, 1))], GREEDY, cache_salt="a")
+
+
+def test_request_that_fails_alone_is_told_and_the_turns_after_it_are_not_run() -> None:
+    executor = FakeExecutor()
+
+    def spoil() -> None:
+        output, executor.on_collect = executor._outputs.popleft(), None
+        first, *others = output.sampled
+        spoilt = structs.replace(first, token_id=-1, error="logits are NaN")
+        executor._outputs.appendleft(structs.replace(output, sampled=[spoilt, *others]))
+
+    executor.on_collect = spoil
+    failed, answered = run_engine(
+        fake_engine(executor), [session((3, 4), (4, 1)), session((5, 2))], GREEDY, cache_salt="a"
+    )
+    assert failed.error is not None
+    assert (failed.error.kind, "logits are NaN" in str(failed.error)) == (ErrorKind.SERVER, True)
+    assert (failed.is_answered, answered.num_out) == (False, 2)
 
 
 def test_cost_of_a_dense_model_by_hand() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError
@@ -16,14 +17,17 @@ from bench.load.dataset_files import TraceLimits
 from bench.load.statistics import Distribution
 from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulation.controller import Autoscaling, FleetSettings
-from bench.simulation.replica import ReplicaSettings, token_at
+from bench.simulation.replica import Frame, Output, ReplicaSettings, SimulatedReplica, token_at
 from bench.simulation.router import SimulatedFlight
 from bench.simulation.routing_policies import ClusterOptions, make_arrivals
 from bench.simulation.step_cost import StepCost
+from bench.simulation.virtual_time import VirtualTime
 from cluster.autoscaler import AutoscalerConfig
 from cluster.cli import app
 from router.config import AdmissionConfig, FailoverConfig, PolicyName, RouterConfig
+from router.prefix_index import ReplicaId
 from workers.config import SchedulerConfig
+from workers.request import Request, RequestId, SamplingParams
 
 SMALL = ReplicaSettings(scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256), num_blocks=120)
 EVEN = ReplicaSettings(cost=StepCost(step_s=0.5, token_s=0.0, context_token_s=0.0), network_s=0.125, num_blocks=8)
@@ -276,6 +280,50 @@ def test_a_thousand_replicas_serve() -> None:
     check_whole(simulated, outcome)
     assert set(outcome.ends) == {"stop"}
     assert outcome.num_preemptions == 0
+
+
+class Frames:
+    """A router's end that notes what comes and when."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        self.time = time
+        self.outputs: list[tuple[float, Output]] = []
+        self.lost_s: float | None = None
+
+    def receive(self, frame: Frame) -> None:
+        self.outputs += [(self.time.now_s, output) for output in frame.outputs]
+
+    def lose(self, reason: str) -> None:
+        self.lost_s = self.time.now_s
+
+
+@pytest.mark.parametrize(("grace_s", "end_s"), [(9.0, 2.0), (0.5, 1.625)])
+def test_replica_that_drains_refuses_what_is_new_and_ends_with_its_requests_or_its_grace(
+    grace_s: float, end_s: float
+) -> None:
+    time = VirtualTime()
+    router, replica, stopped_s = Frames(time), SimulatedReplica(ReplicaId("m-0.1"), EVEN, time), []
+    replica.connect(router)
+    prompt = (1,) * 16
+
+    def submit(name: str) -> None:
+        sampling = SamplingParams(max_tokens=4)
+        replica.submit(router, Request(request_id=RequestId(name), prompt_token_ids=prompt, sampling=sampling), 2)
+
+    time.at(1.0, lambda: submit("a"))  # to 1.5 and to 2
+    time.at(1.125, lambda: replica.drain(grace_s, lambda: stopped_s.append(time.now_s)))
+    time.at(1.25, lambda: submit("b"))
+    time.at(2.25, lambda: submit("c"))
+    time.at(3.0, lambda: None)
+    time.run(lambda: time.now_s >= 3.0)
+
+    first = [
+        (1.375, Output("b", is_last=True, failed=StatusCode.UNAVAILABLE)),
+        (1.625, Output("a", token_at(prompt, 0))),
+    ]
+    assert router.outputs[:2] == first
+    assert router.outputs[2:] == ([(2.125, Output("a", token_at(prompt, 1), is_last=True))] if end_s == 2.0 else [])
+    assert (stopped_s, router.lost_s, replica.lived_s) == ([end_s], end_s + 0.125, end_s)
 
 
 # The requests
