@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -43,7 +44,7 @@ class Echo:
             os._exit(3)
         first = 7 if sys.argv[1] == "differs" else 0
         tokens = [[first] + [0] * (n - 1) for n in job.num_out]
-        return Answer(tokens=tokens, gaps=[[0.5] * n for n in job.num_out])
+        return Answer(tokens=tokens, gaps=[[0.5] * n for n in job.num_out] if job.with_gaps else None)
 
 serve_worker(Echo)
 """
@@ -200,11 +201,14 @@ def test_tokens_are_compared_greedily_and_the_rounds_are_as_asked(
         return run(worker, job, timeout_s=timeout_s)
 
     monkeypatch.setattr(Worker, "run", note)
+    slept_s: list[float] = []
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(sleep=slept_s.append))
     drawn = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1)
-    options = _options(tmp_path, "vllm", sampling=drawn)
+    options = replace(_options(tmp_path, "vllm", sampling=drawn), settle_s=0.5)
     outcome = measure(options, tell=lambda line: None)
     warm_up = [each for name in (WEFT, "vllm") for each in ((name, _GREEDY), (name, drawn))]
     assert asked == [(WEFT, _GREEDY), *warm_up, *[(WEFT, drawn), ("vllm", drawn)] * 2]
+    assert slept_s == [0.5] * 8, "before each but the reference, which comes first"
     assert prompts[:5] == [prompts[0]] * 5
     assert prompts[0] != prompts[5] == prompts[6] != prompts[7] == prompts[8], "a round's are its own"
     assert make_report(options, outcome)["sampling"]["top_k"] == 20
@@ -261,6 +265,22 @@ def test_a_failure_of_weft_itself_ends_the_comparison(tmp_path: Path, monkeypatc
     monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("refuses"))
     with pytest.raises(WorkerError, match="weft: ValueError: no such dtype"):
         measure(_options(tmp_path), tell=lambda line: None)
+
+
+def test_a_failure_of_weft_amid_the_rounds_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("works"))
+    lines: list[str] = []
+    run = Worker.run
+
+    def fail_later(worker: Worker, job: Job, *, timeout_s: float) -> object:
+        if worker.name == WEFT and any(line.startswith("round 1") for line in lines):
+            raise WorkerError("weft: out of memory")
+        return run(worker, job, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Worker, "run", fail_later)
+    with pytest.raises(WorkerError, match="weft: out of memory"):
+        measure(_options(tmp_path, "vllm"), tell=lines.append)
+    assert lines[-1].startswith("round 1 W1 vllm")
 
 
 def test_a_peer_without_an_environment_says_how_to_make_one(tmp_path: Path) -> None:

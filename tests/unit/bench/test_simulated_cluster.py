@@ -287,43 +287,72 @@ class Frames:
 
     def __init__(self, time: VirtualTime) -> None:
         self.time = time
-        self.outputs: list[tuple[float, Output]] = []
+        self.frames: list[tuple[float, Frame]] = []
         self.lost_s: float | None = None
 
+    @property
+    def outputs(self) -> list[tuple[float, Output]]:
+        return [(at_s, output) for at_s, frame in self.frames for output in frame.outputs]
+
     def receive(self, frame: Frame) -> None:
-        self.outputs += [(self.time.now_s, output) for output in frame.outputs]
+        self.frames.append((self.time.now_s, frame))
 
     def lose(self, reason: str) -> None:
         self.lost_s = self.time.now_s
+
+
+def one_replica(**changes: Any) -> tuple[VirtualTime, Frames, SimulatedReplica]:
+    """A replica and a router that is connected to it."""
+    time = VirtualTime()
+    router, replica = Frames(time), SimulatedReplica(ReplicaId("m-0.1"), dataclasses.replace(EVEN, **changes), time)
+    replica.connect(router)
+    return time, router, replica
+
+
+def sixteen(name: str) -> Request:
+    """A request of one block."""
+    sampling = SamplingParams(max_tokens=4)
+    return Request(request_id=RequestId(name), prompt_token_ids=(1,) * 16, sampling=sampling)
 
 
 @pytest.mark.parametrize(("grace_s", "end_s"), [(9.0, 2.0), (0.5, 1.625)])
 def test_replica_that_drains_refuses_what_is_new_and_ends_with_its_requests_or_its_grace(
     grace_s: float, end_s: float
 ) -> None:
-    time = VirtualTime()
-    router, replica, stopped_s = Frames(time), SimulatedReplica(ReplicaId("m-0.1"), EVEN, time), []
-    replica.connect(router)
-    prompt = (1,) * 16
+    time, router, replica = one_replica()
+    stopped_s: list[float] = []
 
-    def submit(name: str) -> None:
-        sampling = SamplingParams(max_tokens=4)
-        replica.submit(router, Request(request_id=RequestId(name), prompt_token_ids=prompt, sampling=sampling), 2)
-
-    time.at(1.0, lambda: submit("a"))  # to 1.5 and to 2
+    time.at(1.0, lambda: replica.submit(router, sixteen("a"), 2))  # to 1.5 and to 2
     time.at(1.125, lambda: replica.drain(grace_s, lambda: stopped_s.append(time.now_s)))
-    time.at(1.25, lambda: submit("b"))
-    time.at(2.25, lambda: submit("c"))
-    time.at(3.0, lambda: None)
-    time.run(lambda: time.now_s >= 3.0)
+    time.at(1.25, lambda: replica.submit(router, sixteen("b"), 2))
+    time.at(2.25, lambda: replica.submit(router, sixteen("c"), 2))
+    time.at(20.0, lambda: None)
+    time.run(lambda: time.now_s >= 20.0)
 
-    first = [
-        (1.375, Output("b", is_last=True, failed=StatusCode.UNAVAILABLE)),
-        (1.625, Output("a", token_at(prompt, 0))),
-    ]
-    assert router.outputs[:2] == first
-    assert router.outputs[2:] == ([(2.125, Output("a", token_at(prompt, 1), is_last=True))] if end_s == 2.0 else [])
+    tokens = [token_at((1,) * 16, position) for position in range(2)]
+    refused = Output("b", is_last=True, failed=StatusCode.UNAVAILABLE)
+    assert router.outputs[:2] == [(1.375, refused), (1.625, Output("a", tokens[0]))]
+    assert router.outputs[2:] == ([(2.125, Output("a", tokens[1], is_last=True))] if end_s == 2.0 else [])
     assert (stopped_s, router.lost_s, replica.lived_s) == ([end_s], end_s + 0.125, end_s)
+
+
+def test_replica_without_requests_drains_at_once() -> None:
+    time, router, replica = one_replica()
+    stopped_s: list[float] = []
+    time.at(1.0, lambda: replica.drain(9.0, lambda: stopped_s.append(time.now_s)))
+    time.run(lambda: router.lost_s is not None)
+    assert (stopped_s, router.lost_s) == ([1.0], 1.125)
+    assert [(at_s, frame.is_draining) for at_s, frame in router.frames] == [(0.0, False), (1.125, True)]
+
+
+def test_frames_tell_the_load_and_the_blocks() -> None:
+    time, router, replica = one_replica(scheduler=SchedulerConfig(max_num_seqs=1))
+    time.at(1.0, lambda: replica.submit(router, sixteen("a"), 2))
+    time.at(1.0, lambda: replica.submit(router, sixteen("b"), 1))
+    time.run(lambda: len(router.frames) == 4)
+    assert [(at_s, frame.num_requests) for at_s, frame in router.frames] == [(0, 0), (1.625, 2), (2.125, 1), (2.625, 0)]
+    assert [len(frame.stored) for _, frame in router.frames] == [0, 1, 0, 0]
+    assert [bool(frame.num_pending_tokens) for _, frame in router.frames] == [False, True, True, False]
 
 
 # The requests
