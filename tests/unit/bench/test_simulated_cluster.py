@@ -141,6 +141,20 @@ def test_numbers_of_a_replica_that_dies_by_hand() -> None:
     assert (outcome.replica_s, outcome.most_replicas, outcome.num_steps) == (9.75, 1, 6)
 
 
+def test_replica_that_dies_again_is_formed_after_a_while() -> None:
+    """At 2 s and, READY for a second, at 6 s: from 7 s on its place is held again, and it is READY at 10 s."""
+    sessions = [Session(calls=(Call(prompt=(1,) * 16, num_out=1),), at_s=at_s) for at_s in (1.0, 8.0)]
+    failures = ((2.0, 0), (6.0, 0))
+    simulated = cluster(iter(sessions), replicas=1, replica=EVEN, failures=failures, start_s=3.0)
+
+    outcome = simulated.run()
+
+    assert (outcome.ends, outcome.num_moves, outcome.idle_failures) == ({"stop": 2}, 0, ())
+    assert outcome.completion_s == Distribution.of([0.75, 2.75])
+    assert outcome.replica_s == 2.0 + 4.0 + 3.75
+    assert [replica.replica_id for replica in simulated.controller.replicas] == ["m-0.1", "m-0.2", "m-0.3"]
+
+
 @pytest.mark.parametrize("policy", PolicyName)
 def test_same_seed_gives_the_same_outcome(policy: PolicyName) -> None:
     def run() -> ClusterOutcome:
