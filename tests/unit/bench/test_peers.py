@@ -160,27 +160,38 @@ def test_engines_that_fail_are_left_out_and_the_others_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = {WEFT: "works", "vllm": "differs", "openvino": "refuses", "llama.cpp": "dies"}
-    monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start(modes[name]))
-    options = _options(tmp_path, "vllm", "openvino", "llama.cpp")
+
+    def start(name: str, **_: object) -> Start:
+        if name not in modes:
+            raise BenchError("no environment")
+        return _fake_start(modes[name])
+
+    closed: list[str] = []
+    close = Worker.close
+    monkeypatch.setattr(measuring, "find_start", start)
+    monkeypatch.setattr(Worker, "close", lambda worker: (closed.append(worker.name), close(worker)))
+    options = _options(tmp_path, "vllm", "openvino", "llama.cpp", "transformers")
     lines: list[str] = []
 
     outcome = measure(options, tell=lines.append)
 
+    assert sorted(closed) == sorted(modes)
     assert [(each.round, each.engine) for each in outcome.measured] == [(1, WEFT), (1, "vllm"), (2, WEFT), (2, "vllm")]
     assert {(each.workload, each.num_requests, each.num_tokens) for each in outcome.measured} == {("W1", 1, 64)}
     assert all(each.wall_s > 0 for each in outcome.measured)
     assert lines[1] == "vllm: echo 1, float32"
     assert lines[2].startswith("openvino is skipped: openvino: ValueError: no such dtype")
-    assert [line.partition(":")[0] for line in lines[4:]] == [
+    assert [line.partition(":")[0] for line in lines[5:]] == [
         "W1 vllm",
         "llama.cpp is left out from here on",
         *(f"round {index} W1 {engine}" for index in (1, 2) for engine in (WEFT, "vllm")),
     ]
-    assert lines[4] == (
+    assert lines[4] == "transformers is skipped: no environment"
+    assert lines[5] == (
         "W1 vllm: 0 of 1 answers are Weft's, 0 leave it at a small gap, 1 at a larger one (widest 0.500); "
         "0% of tokens before that"
     )
-    assert set(outcome.skipped) == {"openvino", "llama.cpp"}
+    assert set(outcome.skipped) == {"openvino", "llama.cpp", "transformers"}
     assert "no such dtype" in outcome.skipped["openvino"]
     assert outcome.agreements["W1"]["vllm"].num_far == 1
     report = json.loads(json.dumps(make_report(options, outcome)))

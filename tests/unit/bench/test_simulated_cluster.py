@@ -267,6 +267,27 @@ def test_autoscaler_grows_under_a_burst_and_shrinks_after() -> None:
     assert outcome.ttft_s.p90 < 0.7 * fixed.ttft_s.p90
 
 
+@pytest.mark.parametrize("start_s", [2.0, 1000.0])
+def test_replica_seconds_are_the_places_that_were_wanted_over_time(start_s: float) -> None:
+    """They are held from when they are wanted until they are not, whether or not they were READY by then."""
+    burst = [Session(calls=(Call(prompt=(1,) * 16, num_out=3),), at_s=1.0)] * 200
+    last = Session(calls=(Call(prompt=(1,) * 16, num_out=1),), at_s=100.0)
+    rules = Autoscaling(rules=RULES, min_replicas=1, max_replicas=6)
+    simulated = cluster(iter([*burst, last]), replicas=1, replica=EVEN, autoscaling=rules, start_s=start_s)
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    assert (outcome.most_replicas, outcome.last_replicas, outcome.ends) == (6, 1, {"stop": 201})
+    assert len(simulated.controller.replicas) == (1 if start_s > 100 else 6)
+    assert [replica.replica_id for replica in simulated.controller.ready] == ["m-0.1"]
+    ends_s = [*(at_s for at_s, _, _ in outcome.scalings), simulated.time.now_s]
+    numbers = [1, *(number for _, number, _ in outcome.scalings)]
+    begins_s = [0.0, *ends_s[:-1]]
+    held_s = [(end_s - begin_s) * number for begin_s, end_s, number in zip(begins_s, ends_s, numbers, strict=True)]
+    assert outcome.replica_s == pytest.approx(sum(held_s))
+
+
 def test_requests_on_a_replica_that_leaves_too_soon_move_and_it_counts_as_no_break() -> None:
     few = dataclasses.replace(RULES, target_requests=100, target_goodput=0, downscale_delay_s=2)
     rules = Autoscaling(rules=few, min_replicas=1, max_replicas=4)
