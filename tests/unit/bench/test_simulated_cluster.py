@@ -124,9 +124,9 @@ def test_numbers_of_a_replica_that_dies_by_hand() -> None:
     """At 2 s, with its second token in flight; it is READY again at 5 s, and is not there to die at 2.5 s."""
     sessions = [
         Session(calls=(Call(prompt=(1,) * 32, num_out=4),), at_s=1.0),  # 1.125 to 2; and 5.125 to 6.625
-        Session(calls=(Call(prompt=(2,) * 16, num_out=1),), at_s=9.0),  # 9.125 to 9.625
+        Session(calls=(Call(prompt=(2,) * 16, num_out=2),), at_s=9.0),  # 9.125 to 10.125
     ]
-    failures = ((2.0, 0), (2.5, 0))
+    failures = ((2.0, 0), (2.5, 0), (2.75, 1))  # and of the last there is none
     simulated = cluster(
         iter(sessions), PolicyName.ROUND_ROBIN, replicas=1, replica=EVEN, failures=failures, start_s=3.0
     )
@@ -134,11 +134,12 @@ def test_numbers_of_a_replica_that_dies_by_hand() -> None:
     outcome = simulated.run()
 
     check_whole(simulated, outcome)
-    assert (outcome.ends, outcome.num_moves, outcome.idle_failures) == ({"stop": 2}, 1, ((2.5, 0),))
-    assert outcome.completion_s == Distribution.of([5.75, 0.75])
+    assert (outcome.ends, outcome.num_moves, outcome.idle_failures) == ({"stop": 2}, 1, failures[1:])
+    assert outcome.completion_s == Distribution.of([5.75, 1.25])
     assert outcome.ttft_s == Distribution.of([0.75, 0.75])
-    assert outcome.busy_share == pytest.approx((1.0 / 2 + 2.0 / 4.75) / 2)
-    assert (outcome.replica_s, outcome.most_replicas, outcome.num_steps) == (9.75, 1, 6)
+    assert outcome.tpot_s == Distribution.of([5 / 3, 0.5])
+    assert outcome.busy_share == pytest.approx((1.0 / 2 + 2.5 / 5.25) / 2)
+    assert (outcome.replica_s, outcome.most_replicas, outcome.num_steps) == (10.25, 1, 7)
 
 
 def test_replica_that_dies_again_is_formed_after_a_while() -> None:
@@ -199,6 +200,13 @@ def test_what_the_routers_cannot_take_is_refused() -> None:
     check_whole(simulated, outcome)
     assert outcome.ends["resource_exhausted"] > 0
     assert outcome.ends["stop"] >= 10
+
+
+def test_what_is_beyond_the_places_in_flight_waits_for_one() -> None:
+    sessions = [Session(calls=(Call(prompt=(1,) * 16, num_out=1),), at_s=1.0)] * 2
+    places = AdmissionConfig(max_in_flight=1)
+    outcome = cluster(iter(sessions), replicas=1, replica=EVEN, admission=places).run()
+    assert outcome.completion_s == Distribution.of([0.75, 1.5])
 
 
 @pytest.mark.parametrize("policy", [PolicyName.PREFIX_AFFINITY, PolicyName.POWER_OF_TWO])
