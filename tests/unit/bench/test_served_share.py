@@ -1,16 +1,25 @@
 """What a service gives of its engine: who runs when, what counts, and where the service is found."""
 
+import asyncio
 import io
 import json
+import multiprocessing
 import sys
+import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from helpers.fake_replica import FakeReplica
+from helpers.router_harness import router_config, running_router
 from rich.console import Console
 from weft.v1 import control_pb2
 
 from bench import served_share
 from bench.load.datasets import DatasetKind
+from bench.paused_service import PausedService
+from cluster.models import PACKAGED
 from cluster.serve import print_addresses
 
 
@@ -49,6 +58,25 @@ def test_engine_and_service_take_turns_and_the_first_round_does_not_count(
         {"workload": "W2", "pairs": [[200.0, 90.0], [100.0, 90.0]], "ratios": pytest.approx([0.5625, 0.675, 0.7875])},
         {"workload": "W1", "pairs": [[200.0, 90.0]], "ratios": [0.45] * 3},
     ]
+
+
+async def test_service_gets_the_requests_of_a_workload_and_no_others() -> None:
+    async with FakeReplica("a") as replica, running_router(router_config(replica.address)) as router:
+        await router.wait_ready(1)
+        service = cast(PausedService, SimpleNamespace(address=router.addresses.grpc, awake=nullcontext))
+        assert await asyncio.to_thread(served_share._run_served, service, DatasetKind.W1, 0) > 0
+        assert [(len(each.prompt_token_ids), each.sampling.max_tokens) for each in replica.submits] == [(128, 64)]
+
+
+def test_engine_runs_the_requests_of_a_workload_until_nobody_asks_any_more() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    thread = threading.Thread(target=served_share._run_engine, args=(theirs, PACKAGED["weft-tiny"]))
+    thread.start()
+    ours.recv()  # it is loaded
+    assert [served_share._Engine(ours).run(DatasetKind.W1, seed) > 0 for seed in (0, 1)] == [True, True]
+    ours.close()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_service_is_found_when_it_says_that_it_is_ready() -> None:

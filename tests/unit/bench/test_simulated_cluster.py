@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,14 @@ def test_replica_seconds_are_the_places_that_were_wanted_over_time(start_s: floa
     begins_s = [0.0, *ends_s[:-1]]
     held_s = [(end_s - begin_s) * number for begin_s, end_s, number in zip(begins_s, ends_s, numbers, strict=True)]
     assert outcome.replica_s == pytest.approx(sum(held_s))
+    assert all(fewer != more for fewer, more in pairwise(numbers))
+
+
+def test_autoscaler_hears_of_the_routers_how_many_requests_were_late() -> None:
+    late = (Session(calls=(Call(prompt=(1,) * 16, num_out=3),), at_s=number / 10) for number in range(200))
+    rules = Autoscaling(rules=dataclasses.replace(RULES, target_requests=1000), min_replicas=1, max_replicas=2)
+    outcome = cluster(late, replicas=1, replica=dataclasses.replace(EVEN, num_blocks=80), autoscaling=rules).run()
+    assert [scaling[1:] for scaling in outcome.scalings] == [(2, "0% of the requests on time")]
 
 
 def test_requests_on_a_replica_that_leaves_too_soon_move_and_it_counts_as_no_break() -> None:
