@@ -70,9 +70,10 @@ async def test_service_gets_the_requests_of_a_workload_and_no_others() -> None:
 
 def test_engine_runs_the_requests_of_a_workload_until_nobody_asks_any_more() -> None:
     ours, theirs = multiprocessing.Pipe()
-    thread = threading.Thread(target=served_share._run_engine, args=(theirs, PACKAGED["weft-tiny"]))
+    thread = threading.Thread(target=served_share._run_engine, args=(theirs, PACKAGED["weft-tiny"]), daemon=True)
     thread.start()
-    ours.recv()  # it is loaded
+    assert ours.poll(60), "it is not loaded"
+    ours.recv()
     assert [served_share._Engine(ours).run(DatasetKind.W1, seed) > 0 for seed in (0, 1)] == [True, True]
     ours.close()
     thread.join(60)

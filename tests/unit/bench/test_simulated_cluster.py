@@ -298,6 +298,32 @@ def test_replica_seconds_are_the_places_that_were_wanted_over_time(start_s: floa
     assert all(fewer != more for fewer, more in pairwise(numbers))
 
 
+def test_another_replica_comes_for_one_that_drains_when_more_are_wanted_again() -> None:
+    def calls(number: int, num_out: int, at_s: float) -> list[Session]:
+        return [Session(calls=(Call(prompt=(1,) * 16, num_out=num_out),), at_s=at_s)] * number
+
+    rules = Autoscaling(rules=RULES, min_replicas=1, max_replicas=2)
+    simulated = cluster(
+        iter([*calls(2, 110, 1.0), *calls(40, 20, 30.0)]),
+        PolicyName.ROUND_ROBIN,
+        replicas=2,
+        replica=dataclasses.replace(EVEN, num_blocks=800),
+        autoscaling=rules,
+    )
+
+    outcome = simulated.run()
+
+    check_whole(simulated, outcome)
+    (left_s, one, _), (came_s, two, _), *_ = outcome.scalings
+    assert (one, two) == (1, 2)
+    assert left_s < 30 < came_s < left_s + 30, "while it still drains"
+    stayed, drained, new = simulated.controller.replicas
+    assert [replica.replica_id for replica in (stayed, drained, new)] == ["m-0.1", "m-1.1", "m-2.1"]
+    assert (drained.lived_s, simulated.time.now_s - new.lived_s) == (left_s + 30, came_s + 5)
+    assert outcome.num_moves == 1
+    assert set(outcome.ends) == {"stop"}
+
+
 def test_autoscaler_hears_of_the_routers_how_many_requests_were_late() -> None:
     late = (Session(calls=(Call(prompt=(1,) * 16, num_out=3),), at_s=number / 10) for number in range(200))
     rules = Autoscaling(rules=dataclasses.replace(RULES, target_requests=1000), min_replicas=1, max_replicas=2)
