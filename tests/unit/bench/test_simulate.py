@@ -5,6 +5,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -108,19 +109,20 @@ def test_same_seed_gives_the_same_outcome(policy: SchedulingPolicy) -> None:
 
 def test_numbers_of_one_replica_by_hand() -> None:
     jobs = [
-        Job(at_s=1.0, prompt=(1,) * 4, num_out=2),  # runs from 1 to 3 and to 4.25
-        Job(at_s=1.5, prompt=(2,) * 4, num_out=1, priority=1),  # from 4.25 to 6.25
-        Job(at_s=1.75, prompt=(3,) * 4, num_out=1, deadline_s=2.0),
+        Job(at_s=1.0, prompt=(1,) * 4, num_out=3),  # runs from 1 to 3, to 4.25 and to 5.5
+        Job(at_s=1.5, prompt=(2,) * 4, num_out=1, priority=1),  # from 5.5 to 7.5
+        Job(at_s=1.625, prompt=(3,) * 4, num_out=1),  # from 7.5 to 9.5
+        Job(at_s=1.75, prompt=(4,) * 4, num_out=1, deadline_s=2.0),
     ]
     cost = StepCost(step_s=1.0, token_s=0.25, context_token_s=0.0)
 
     outcome = Simulation(jobs, SchedulerConfig(max_num_seqs=1), cost, num_blocks=8).run()
 
-    assert outcome.completion_s == Distribution.of([3.25, 4.75])
-    assert outcome.slowdown == Distribution.of([3.25 / 3, 4.75 / 2])
-    assert outcome.ttft_s == Distribution.of([2.0, 4.75])
-    assert (outcome.urgent_s, outcome.wait_s, outcome.output_rate) == (3.25, 2.75, 3 / 5.25)
-    assert (outcome.num_expired, outcome.num_preemptions, outcome.recomputed_share, outcome.num_steps) == (1, 0, 0, 3)
+    assert outcome.completion_s == Distribution.of([4.5, 6.0, 7.875])
+    assert outcome.slowdown == Distribution.of([4.5 / 4, 6.0 / 2, 7.875 / 2])
+    assert outcome.ttft_s == Distribution.of([2.0, 6.0, 7.875])
+    assert (outcome.urgent_s, outcome.wait_s, outcome.output_rate) == ((4.5 + 7.875) / 2, 5.875, 5 / 8.5)
+    assert (outcome.num_expired, outcome.num_preemptions, outcome.recomputed_share, outcome.num_steps) == (1, 0, 0, 5)
 
 
 def write_trace(file: Path, *times_ms: int | None) -> Path:
@@ -177,6 +179,22 @@ def test_every_policy_is_simulated_unless_told_otherwise(tmp_path: Path) -> None
     CliRunner().invoke(app, ["simulate", "--requests", "5", "--json", str(file)], catch_exceptions=False)
     outcomes = json.loads(file.read_text())["outcomes"]
     assert [outcome["policy"] for outcome in outcomes] == list(SchedulingPolicy)
+
+
+def test_requests_are_those_that_the_flags_ask_for(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    trace = write_trace(tmp_path / "trace.jsonl", 0, 1000, 2000)
+
+    def simulated(*flags: str) -> dict[str, Any]:
+        arguments = ["simulate", "--policy", "fcfs", "--requests", "100", *flags, "--json", str(file)]
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        (outcome,) = json.loads(file.read_text().splitlines()[-1])["outcomes"]
+        assert isinstance(outcome, dict)
+        return outcome
+
+    assert simulated("--trace", str(trace))["completion_s"]["count"] == 3
+    assert simulated("--rate", "0.1")["output_rate"] < 0.1 * simulated()["output_rate"]
+    assert simulated("--num-seqs", "1")["num_expired"] == 0 < simulated("--num-seqs", "1", "--deadlines")["num_expired"]
 
 
 def test_an_unknown_policy_is_refused_with_those_allowed() -> None:
