@@ -197,6 +197,17 @@ def test_requests_are_those_that_the_flags_ask_for(tmp_path: Path) -> None:
     assert simulated("--num-seqs", "1")["num_expired"] == 0 < simulated("--num-seqs", "1", "--deadlines")["num_expired"]
 
 
+@pytest.mark.parametrize("cluster", [[], ["--replicas", "2", "--network-ms", "5"]])
+def test_times_are_given_in_units_of_people(cluster: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    arguments = ["simulate", "--requests", "5", "--step-ms", "2", "--token-us", "3", "--context-ns", "4", *cluster]
+    CliRunner().invoke(app, [*arguments, "--json", str(file)], catch_exceptions=False)
+    asked = json.loads(file.read_text())["arguments"]
+    replica = asked["replica"] if cluster else asked
+    assert replica["cost"] == pytest.approx({"step_s": 2e-3, "token_s": 3e-6, "context_token_s": 4e-9}, rel=1e-9)
+    assert replica.get("network_s") == (pytest.approx(5e-3) if cluster else None)
+
+
 def test_an_unknown_policy_is_refused_with_those_allowed() -> None:
     with pytest.raises(BenchConfigError, match="'fcfs,lifo'; allowed, with commas: fcfs, priority"):
         CliRunner().invoke(app, ["simulate", "--policy", "fcfs,lifo"], catch_exceptions=False)

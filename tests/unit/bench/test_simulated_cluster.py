@@ -143,6 +143,26 @@ def test_numbers_of_a_replica_that_dies_by_hand() -> None:
     assert (outcome.replica_s, outcome.most_replicas, outcome.num_steps) == (10.25, 1, 7)
 
 
+@pytest.mark.parametrize(("step_s", "on_time_share"), [(0.125, 0.0), (0.0625, 1.0)])
+def test_request_is_on_time_by_the_mean_time_of_its_tokens(step_s: float, on_time_share: float) -> None:
+    """The target is 0.1 s."""
+    replica = dataclasses.replace(EVEN, cost=StepCost(step_s=step_s, token_s=0.0, context_token_s=0.0))
+    session = Session(calls=(Call(prompt=(1,) * 16, num_out=5),), at_s=1.0)
+    assert cluster(iter([session]), replicas=1, replica=replica).run().on_time_share == on_time_share
+
+
+@pytest.mark.parametrize(("num_attempts", "end"), [(1, "internal"), (2, "stop")])
+def test_request_under_which_too_many_replicas_broke_is_given_up(num_attempts: int, end: str) -> None:
+    session = Session(calls=(Call(prompt=(1,) * 16, num_out=4),), at_s=1.0)
+    failover = FailoverConfig(max_attempts=num_attempts)
+    simulated = cluster(
+        iter([session]), PolicyName.ROUND_ROBIN, replicas=2, replica=EVEN, failures=((2.0, 0),), failover=failover
+    )
+    outcome = simulated.run()
+    check_whole(simulated, outcome)
+    assert outcome.ends == {end: 1}
+
+
 def test_replica_that_dies_again_is_formed_after_a_while() -> None:
     """At 2 s and, READY for a second, at 6 s: from 7 s on its place is held again, and it is READY at 10 s."""
     sessions = [Session(calls=(Call(prompt=(1,) * 16, num_out=1),), at_s=at_s) for at_s in (1.0, 8.0)]
@@ -551,6 +571,8 @@ def test_every_routing_policy_is_simulated_unless_told_otherwise(tmp_path: Path)
         (["--fail", "1:0", "--routers", "2"], "--routers, --fail: allowed with --replicas"),
         (["--replicas", "2", "--router-policy", "best"], "'best'; allowed, with commas: round_robin"),
         (["--replicas", "2", "--autoscale", "0:4"], "'0:4'; allowed: least:most replicas"),
+        (["--replicas", "2", "--autoscale", "2"], "'2'; allowed: least:most replicas"),
+        (["--replicas", "2", "--autoscale", "one:4"], "'one:4'; allowed: least:most replicas"),
         (["--replicas", "9", "--autoscale", "2:4"], "--replicas is 9; allowed with this --autoscale: 2 to 4"),
         (["--replicas", "2", "--upscale-delay", "9"], "--upscale-delay, --downscale-delay: allowed with --autoscale"),
         (["--replicas", "2", "--deadlines"], "--deadlines, or more than one --policy; allowed: without --replicas"),
