@@ -83,7 +83,7 @@ def cluster(
 
 
 def check_whole(simulated: Run, outcome: ClusterOutcome) -> None:
-    """Every request ended once, with the tokens of an undisturbed run, and nothing is held any more."""
+    """Every request ended once, with the tokens of an undisturbed run; nothing is held, and routers know each block."""
     assert sum(outcome.ends.values()) == len(simulated.flights)
     for flight in simulated.flights:
         num_out = flight.call.num_out if flight.outcome == "stop" else len(flight.generated)
@@ -91,6 +91,8 @@ def check_whole(simulated: Run, outcome: ClusterOutcome) -> None:
     for replica in simulated.controller.ready:
         replica.scheduler.check_integrity()
         assert replica.pool.num_free == replica.pool.num_blocks
+        num_resident = len(replica.pool.resident_hashes())
+        assert {router.route.index.num_blocks(replica.replica_id) for router in simulated.routers} == {num_resident}
     for router in simulated.routers:
         assert (router.places.num_in_flight, router.places.num_queued, router.route.num_open) == (0, 0, 0)
         assert [link.load.num_requests for link in router.route.links.values()] == [0] * len(router.route.links)
@@ -258,6 +260,16 @@ def test_full_replicas_are_passed_over() -> None:
     check_whole(simulated, outcome)
     assert outcome.ends["resource_exhausted"] > 0
     assert outcome.num_choices > len(simulated.flights)
+
+
+def test_routers_know_of_each_others_requests_by_what_replicas_tell() -> None:
+    sessions = (Session(calls=(Call(prompt=(1,) * 16, num_out=100),), at_s=2.0 * number) for number in range(8))
+    simulated = cluster(sessions, PolicyName.LEAST_LOADED, replicas=8, num_routers=2, replica=EVEN)
+
+    outcome = simulated.run()
+
+    assert outcome.ends == {"stop": 8}
+    assert [replica.num_steps for replica in simulated.controller.replicas] == [100] * 8, "each has one of the requests"
 
 
 def test_prefix_affinity_finds_more_in_the_caches_than_round_robin() -> None:
