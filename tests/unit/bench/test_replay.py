@@ -212,6 +212,7 @@ def test_torn_file_is_replayed_up_to_its_last_whole_frame(file: Path) -> None:
     assert outcome.is_torn
     assert outcome.num_equal == num_calls - 1
     assert outcome.difference is None
+    assert "its last frame is torn" in CliRunner().invoke(app, ["replay", str(file)]).stdout
 
 
 def test_recording_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -260,8 +261,9 @@ def test_command_tells_of_every_file_in_a_folder(file: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(file.parent)], catch_exceptions=False)
     assert result.exit_code == 0
     assert "tiny-0.1.decisions" in result.stdout
-    num_calls = len(list(read_calls(file)))
-    assert f"{num_calls} of {num_calls}" in result.stdout
+    calls = list(read_calls(file))
+    assert f"{len(calls)} of {len(calls)} decisions are equal: 3 add, " in result.stdout
+    assert "torn" not in result.stdout
 
 
 def test_command_names_the_first_difference_and_fails(file: Path) -> None:
@@ -278,6 +280,8 @@ def test_command_speaks_json(file: Path) -> None:
     assert outcome.keys() == set(Outcome.__slots__)
     assert outcome["difference"] is None
     assert outcome["calls"]["add"] == 3
+    times_s = [call.now_s for call in read_calls(file) if hasattr(call, "now_s")]
+    assert outcome["recorded_s"] == times_s[-1] - times_s[0] > 0
 
 
 def test_command_refuses_what_is_no_recording(tmp_path: Path) -> None:
