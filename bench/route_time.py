@@ -12,12 +12,12 @@ loaded look at all.
 """
 
 import random
-import statistics
 import time
 from collections.abc import Sequence
 
 from weft.v1 import replica_pb2
 
+from bench.load.statistics import percentile
 from bench.result_line import end_with_line
 from bench.script import count, make_parser, run_script
 from router.breaker import Breaker
@@ -83,7 +83,7 @@ def main() -> None:
     for policy in PolicyName:
         for num_replicas in options.replicas:
             times = sorted(measure(policy, num_replicas, options.requests))
-            median_us, p99_us = statistics.median(times) * 1e6, times[len(times) * 99 // 100] * 1e6
+            median_us, p99_us = percentile(times, 0.5) * 1e6, percentile(times, 0.99) * 1e6
             print(f"{policy:16}{num_replicas:10}{median_us:12.1f}{p99_us:10.1f}")
             rows.append({"policy": policy, "replicas": num_replicas, "median_us": median_us, "p99_us": p99_us})
     end_with_line("route_time", {"rows": rows})

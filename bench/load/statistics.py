@@ -102,7 +102,10 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which this share of ordered values lies, interpolated between neighbours as in numpy."""
+    """Return the value below which this share of ordered values lies, interpolated between neighbours as in numpy.
+
+    Which is not there where `weft bench serve` runs in the image of routers.
+    """
     place = share * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
