@@ -28,6 +28,7 @@ from router.recording import RouterRecording
 from router.replica import Endpoint, ReplicaLink
 from router.route import Route, ServedModel
 from router.tls import connect
+from router.turns import Turns
 
 if TYPE_CHECKING:
     from weft.v1.control_pb2_grpc import ControlAsyncStub
@@ -78,6 +79,7 @@ class Directory:
         self._rng = rng
         self._on_change = on_change
         self._recording = recording
+        self._turns = Turns()
         self._changed = asyncio.Event()
         self._routes: dict[str, ModelRoute] = {}
         self._is_known = False
@@ -180,6 +182,7 @@ class Directory:
             index=route.index,
             config=self._config.link,
             breaker=self._make_breaker(endpoint.replica_id),
+            turns=self._turns,
             accept=route.accept,
             on_change=partial(self._note_change, route),
             rng=self._rng,

@@ -210,8 +210,10 @@ class Flight:
 
     def _leave(self) -> _Part | None:
         part, self._part = self._part, None
-        if part is not None and part.timer is not None:
-            part.timer.cancel()
+        if part is not None:
+            part.inbox.close()
+            if part.timer is not None:
+                part.timer.cancel()
         return part
 
     async def _place(self) -> _Part:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import msgspec
 from weft.v1 import inference_pb2, replica_pb2
 
+from router.turns import Turns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLost:
@@ -29,17 +31,21 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inbox:
-    """What was sent and not yet taken, merged; bounded by the request's max_tokens."""
+    """What was sent and not yet taken, merged; bounded by the request's max_tokens. `close` it in any case."""
 
-    __slots__ = ("_ending", "_is_expired", "_logprobs", "_texts", "_token_ids", "_waiter")
+    __slots__ = ("_ending", "_is_expired", "_is_new", "_logprobs", "_texts", "_token_ids", "_turn", "_turns", "_waits")
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        """`turns` are those of all requests: one lasts from a `take` to the next."""
+        self._turns = turns
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[inference_pb2.TokenLogprobs] = []
         self._ending: Ending | None = None
         self._is_expired = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._is_new = True  # nothing was taken
+        self._turn: asyncio.Future[None] | None = None  # of the `take` under way, or of the last one
+        self._waits = False  # that `take`, for something to come
 
     def add(self, output: replica_pb2.RequestOutput) -> bool:
         """Append one output; True when it is the last of its request."""
@@ -66,13 +72,17 @@ class Inbox:
         self._wake()
 
     async def take(self) -> Received:
-        """Wait until something is there, and take all of it. One reader at a time. TimeoutError: it has expired."""
-        if self._is_empty and not self._is_expired:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        """Wait until something is there and it is the reader's turn, and take all of it.
+
+        One reader at a time, which has passed on what it took before. Raises TimeoutError when the inbox has expired.
+        """
+        self.close()
+        self._turn = asyncio.get_running_loop().create_future()
+        self._waits = True
+        if not self._is_empty or self._is_expired:
+            self._wake()
+        await self._turn
+        self._is_new = False
         if self._is_empty:
             raise TimeoutError
         received = Received(
@@ -86,10 +96,17 @@ class Inbox:
         self._logprobs.clear()
         return received
 
+    def close(self) -> None:
+        """What was taken has been passed on, or nobody takes any more."""
+        if self._turn is not None:
+            self._turns.end(self._turn)
+            self._turn = None
+
     @property
     def _is_empty(self) -> bool:
         return not self._token_ids and not self._texts and self._ending is None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waits and self._turn is not None:
+            self._waits = False
+            self._turns.ask(self._turn, goes_first=self._is_new)

@@ -28,6 +28,7 @@ from router.model_text import ModelText
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.replica_book import LinkState, ReplicaBook
 from router.tls import connect
+from router.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.bdp_probe", 0),  # what is not read yet waits at the replica, which merges it, not in megabytes here
     ("grpc.max_receive_message_length", 64 << 20),  # the snapshot of 4 million blocks
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the backoff of the last
@@ -69,6 +71,7 @@ class ReplicaLink(ReplicaBook):
         index: PrefixIndex,
         config: LinkConfig,
         breaker: Breaker,
+        turns: Turns,
         accept: Callable[[replica_pb2.Snapshot], bool],
         on_change: Callable[[], None],
         rng: random.Random,
@@ -77,6 +80,7 @@ class ReplicaLink(ReplicaBook):
         """Make a link that is not connected.
 
         Args:
+            turns: of all requests of the router.
             accept: called with each snapshot; whether this replica's blocks belong into `index`. Raises ProtocolError.
             on_change: called when the link becomes ready or stops being ready, and when its breaker opens or closes.
         """
@@ -85,6 +89,7 @@ class ReplicaLink(ReplicaBook):
         self.text = endpoint.text
         self._router_id = router_id
         self._config = config
+        self._turns = turns
         self._accept = accept
         self._rng = rng
         self._clock = clock
@@ -100,7 +105,7 @@ class ReplicaLink(ReplicaBook):
         """Send a request, and return where its outputs will arrive. Only while `takes_requests`; never blocks."""
         assert self.state is LinkState.READY
         assert submit.request_id not in self._inboxes
-        inbox = Inbox()
+        inbox = Inbox(self._turns)
         if not self._inboxes:
             self._waiting_since_s = self._clock()
         self._inboxes[submit.request_id] = inbox

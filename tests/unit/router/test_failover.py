@@ -19,6 +19,7 @@ from weft.v1 import inference_pb2 as pb
 from bench.simulation.replay import files_in, replay_file
 from router.config import FailoverConfig, LinkConfig, PolicyName
 from router.inbox import Inbox
+from router.turns import Turns
 
 
 def check_whole(answer: Answer, text: str, *, max_tokens: int, seed: int = 1) -> None:
@@ -399,8 +400,8 @@ async def test_request_that_has_ended_keeps_nothing_until_its_deadline(monkeypat
     kept: weakref.WeakSet[Inbox] = weakref.WeakSet()
 
     class WatchedInbox(Inbox):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, turns: Turns) -> None:
+            super().__init__(turns)
             kept.add(self)
 
     def is_gone() -> bool:

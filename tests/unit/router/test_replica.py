@@ -24,6 +24,7 @@ from router.inbox import Inbox, ReplicaLost
 from router.prefix_index import PrefixIndex, ReplicaId
 from router.replica import Endpoint, ReplicaLink
 from router.replica_book import LinkState
+from router.turns import Turns
 
 
 def link_to(
@@ -40,6 +41,7 @@ def link_to(
         index=PrefixIndex(),
         config=LinkConfig(backoff_s=0.01, max_backoff_s=0.05, **changes),
         breaker=Breaker(BreakerConfig()),
+        turns=Turns(),
         accept=accept,
         on_change=lambda: None,
         rng=random.Random(0),
@@ -258,7 +260,7 @@ async def test_requests_that_end_without_a_word_are_no_silence_of_an_idle_replic
 
 
 async def test_slow_reader_gets_everything_at_once() -> None:
-    inbox = Inbox()
+    inbox = Inbox(Turns())
     for i in range(5):
         output = replica_pb2.RequestOutput(request_id="x", token_ids=[i], text=str(i))
         output.logprobs.add(chosen=inference_pb2.Logprob(token_id=i))
@@ -271,7 +273,7 @@ async def test_slow_reader_gets_everything_at_once() -> None:
 
 
 async def test_what_came_before_the_deadline_is_given_and_then_the_wait_ends() -> None:
-    inbox = Inbox()
+    inbox = Inbox(Turns())
     waiting = asyncio.create_task(inbox.take())
     await asyncio.sleep(0)
     inbox.expire()
@@ -284,7 +286,7 @@ async def test_what_came_before_the_deadline_is_given_and_then_the_wait_ends() -
 
 
 async def test_reader_that_waits_is_woken_and_one_that_left_does_no_harm() -> None:
-    inbox = Inbox()
+    inbox = Inbox(Turns())
     leaving = asyncio.create_task(inbox.take())
     await asyncio.sleep(0)
     leaving.cancel()
