@@ -2,6 +2,7 @@
 
 What steps give goes into one frame until an interval has passed, or until something is the first or the last of its
 request: each message on its way to a client takes CPU time of three processes, which may be where the model computes.
+While a router is behind, and a frame waits for it, so does what the next steps give: it reads fewer and larger ones.
 The outbox is bounded in bytes and in age, so a router that stops reading is cut off instead of filling the memory.
 Knows nothing of gRPC or the engine; replica_server.py moves messages in and out.
 """
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field
 from weft.v1 import replica_pb2
 
 from workers.request import RequestId
+
+_LONGEST_WAIT_S = 1.0
+"""After so long what waits for a router that is behind is put into a frame, and counts against the limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +97,23 @@ class RouterConnection:
 
     def add_output(self, engine_id: RequestId, output: replica_pb2.RequestOutput, *, is_last: bool) -> None:
         """Keep what the step under way gave an open request."""
-        self._steps.outputs.append(output)
-        self._steps.is_urgent |= is_last or engine_id in self._silent
+        self._steps.add(engine_id, output)
+        self._steps.is_due |= is_last or engine_id in self._silent
         self._silent.discard(engine_id)
 
     def end_step(self, stored: Iterable[bytes], evicted: Iterable[bytes], load: replica_pb2.Load) -> None:
         """Take what else the step gave, and send it, or keep it for a frame with the next.
 
-        Nothing waits longer than the interval, however long a step takes.
+        Where the router reads, nothing waits longer than the interval, however long a step takes.
         """
-        self._steps.events.update(dict.fromkeys(stored, True))
-        self._steps.events.update(dict.fromkeys(evicted, False))
-        self._steps.load = load
-        if self._steps.is_urgent or self._clock() - self._flushed_s >= self._interval_s:
-            self._flush()
+        steps = self._steps
+        steps.events.update(dict.fromkeys(stored, True))
+        steps.events.update(dict.fromkeys(evicted, False))
+        steps.load = load
+        if steps.is_due or self._clock() - self._flushed_s >= self._interval_s:
+            self._flush_if_read()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._flush)
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._flush_if_read)
 
     def send(
         self,
@@ -127,6 +132,13 @@ class RouterConnection:
         if self._timer is not None:
             self._timer.cancel()
 
+    def _flush_if_read(self) -> None:
+        """Send what is kept, once no frame before it waits any more."""
+        if self._outbox and self._clock() - self._flushed_s < _LONGEST_WAIT_S:
+            self._steps.is_due = True
+        else:
+            self._flush()
+
     def _flush(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -135,7 +147,7 @@ class RouterConnection:
         self._flushed_s = self._clock()
         self._queue(
             replica_pb2.ConnectResponse(
-                outputs=steps.outputs,
+                outputs=steps.outputs.values(),
                 stored_block_hashes=b"".join(block for block, is_stored in steps.events.items() if is_stored),
                 evicted_block_hashes=b"".join(block for block, is_stored in steps.events.items() if not is_stored),
                 load=steps.load,
@@ -168,6 +180,8 @@ class RouterConnection:
                 yield self._outbox[0][2]
                 _, num_bytes, _ = self._outbox.popleft()
                 self._outbox_bytes -= num_bytes
+                if self._steps.is_due and not self._outbox:
+                    self._flush()
             self._wake.clear()
             await self._wake.wait()
 
@@ -176,9 +190,20 @@ class RouterConnection:
 class _Steps:
     """What the steps since the last frame gave."""
 
-    outputs: list[replica_pb2.RequestOutput] = field(default_factory=list)
+    outputs: dict[RequestId, replica_pb2.RequestOutput] = field(default_factory=dict)
     events: dict[bytes, bool] = field(default_factory=dict)
     """Whether each block was stored or evicted: its last event counts, and one told twice changes nothing."""
     load: replica_pb2.Load | None = None
     """Load after the last of the steps; None: there was no step."""
-    is_urgent: bool = False
+    is_due: bool = False
+    """They wait for the interval no longer."""
+
+    def add(self, engine_id: RequestId, output: replica_pb2.RequestOutput) -> None:
+        """Add what a step gave a request to what those before it gave."""
+        earlier = self.outputs.get(engine_id)
+        if earlier is None:
+            self.outputs[engine_id] = output
+        else:
+            text = earlier.text + output.text
+            earlier.MergeFrom(output)  # joins lists, and takes the text of the later one
+            earlier.text = text

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from weft.v1 import replica_pb2
+from weft.v1 import inference_pb2, replica_pb2
 
 from cluster.replica_connection import OutboxLimits, RouterConnection
 from tests.helpers.cluster import FakeClock
@@ -16,10 +16,10 @@ BLOCK_A, BLOCK_B = b"a" * 16, b"b" * 16
 class Stream:
     """A connection, and all frames that it has given."""
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, interval_s: float = INTERVAL_S, limits: OutboxLimits | None = None) -> None:
         self.clock = FakeClock()
         self.connection = RouterConnection(
-            1, "r", limits=OutboxLimits(), clock=self.clock, stream_interval_s=interval_s
+            1, "r", limits=limits or OutboxLimits(), clock=self.clock, stream_interval_s=interval_s
         )
         self._frames = self.connection.frames()
 
@@ -62,7 +62,52 @@ async def test_without_an_interval_each_step_has_a_frame() -> None:
     x = stream.open("x")
     for token_id in (5, 6, 7):
         stream.step((x, token_id))
-    assert [await stream.tokens() for _ in range(3)] == [[("x", [5])], [("x", [6])], [("x", [7])]]
+        assert await stream.tokens() == [("x", [token_id])]
+
+
+async def test_while_a_frame_waits_to_be_read_the_next_steps_become_one() -> None:
+    stream = Stream(interval_s=0.0)
+    x, y = stream.open("x"), stream.open("y")
+    stream.step((x, 1), num_running=1)
+    stream.step((x, 2), (y, 1), stored=(BLOCK_A,), num_running=2)
+    stream.step((y, 2), (x, 3), stored=(BLOCK_B,), evicted=(BLOCK_A,), last=frozenset({y}), num_running=3)
+    assert await stream.tokens() == [("x", [1])]
+    frame = await stream.frame()
+    assert [(output.request_id, list(output.token_ids)) for output in frame.outputs] == [("x", [2, 3]), ("y", [1, 2])]
+    assert (frame.frame, frame.load.num_running) == (1, 3)
+    assert (frame.stored_block_hashes, frame.evicted_block_hashes) == (BLOCK_B, BLOCK_A)
+    assert await stream.is_silent()
+
+
+async def test_merged_outputs_say_all_that_each_said() -> None:
+    stream = Stream(interval_s=0.0)
+    x = stream.open("x")
+    stream.step((x, 1))
+    for token_id, text in ((2, "Hé"), (3, ""), (4, "llo")):
+        output = replica_pb2.RequestOutput(request_id="x", token_ids=[token_id], text=text)
+        output.logprobs.add(chosen=inference_pb2.Logprob(token_id=token_id))
+        if token_id == 4:
+            output.finished.usage.completion_tokens = 4
+        stream.connection.add_output(x, output, is_last=token_id == 4)
+        stream.connection.end_step((), (), replica_pb2.Load())
+    await stream.frame()
+    (merged,) = (await stream.frame()).outputs
+    assert (merged.request_id, list(merged.token_ids), merged.text) == ("x", [2, 3, 4], "Héllo")
+    assert [logprobs.chosen.token_id for logprobs in merged.logprobs] == [2, 3, 4]
+    assert merged.finished.usage.completion_tokens == 4
+
+
+async def test_what_waits_for_a_router_that_does_not_read_counts_against_its_limits() -> None:
+    stream = Stream(interval_s=0.0, limits=OutboxLimits(max_bytes=2_000))
+    x = stream.open("x")
+    for token_id in range(200_000, 200_600):  # of 3 bytes each, a frame each second
+        assert not stream.connection.cut_off.is_set()
+        stream.step((x, token_id))
+        stream.clock.advance(0.01)
+    for token_id in range(200_600, 200_800):
+        stream.step((x, token_id))
+        stream.clock.advance(0.01)
+    assert stream.connection.cut_off.is_set()
 
 
 async def test_steps_within_the_interval_go_into_one_frame_with_the_step_after_it() -> None:
@@ -74,14 +119,8 @@ async def test_steps_within_the_interval_go_into_one_frame_with_the_step_after_i
         stream.clock.advance(passed_s)
         stream.step((x, token_id), (y, token_id), num_running=token_id)
     frame = await stream.frame()
-    assert [(output.request_id, output.token_ids[0]) for output in frame.outputs] == [
-        ("x", 2),
-        ("y", 2),
-        ("x", 3),
-        ("y", 3),
-        ("x", 4),
-        ("y", 4),
-    ]
+    outputs = [(output.request_id, list(output.token_ids)) for output in frame.outputs]
+    assert outputs == [("x", [2, 3, 4]), ("y", [2, 3, 4])]
     assert (frame.frame, frame.load.num_running) == (1, 4)
 
 
@@ -94,11 +133,11 @@ async def test_first_and_last_output_of_a_request_wait_for_nothing() -> None:
     assert await stream.is_silent()
     y = stream.open("y")
     stream.step((x, 3), (y, 1))  # the first of y
-    assert await stream.tokens() == [("x", [2]), ("x", [3]), ("y", [1])]
+    assert await stream.tokens() == [("x", [2, 3]), ("y", [1])]
     stream.step((x, 4), (y, 2))
     assert await stream.is_silent()
     stream.step((x, 5), last=frozenset({x}))
-    assert await stream.tokens() == [("x", [4]), ("y", [2]), ("x", [5])]
+    assert await stream.tokens() == [("x", [4, 5]), ("y", [2])]
 
 
 async def test_a_slow_step_holds_nothing_up() -> None:
