@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from weft.buckets import BUCKETS_S
 
@@ -16,6 +16,7 @@ from router.call import GenerateCall
 from router.config import MetricsConfig
 from router.convert import MAX_REQUEST_ID_CHARS
 from router.directory import Directory, ModelRoute
+from router.gap_histogram import GapHistogram, Gaps
 from router.places import Places
 from router.replica_book import LinkState
 from router.request_log import RequestRecord, log_request
@@ -54,7 +55,10 @@ class RouterMetrics:
         self.retries = self._counter("retries", "Times a replica refused a request: it was full or about to leave.")
         self.ttft = self._histogram("ttft_seconds", "From the request's arrival to its first token.")
         self.tpot = self._histogram("tpot_seconds", "Time per output token after the first, mean of a request.")
-        self.itl = self._histogram("itl_seconds", "Gaps between a request's tokens; those that come together share it.")
+        self.itl = GapHistogram(
+            "weft_router_itl_seconds", "Gaps between a request's tokens; those that come together share it."
+        )
+        self.registry.register(self.itl)
         self.e2e = self._histogram("e2e_seconds", "From a request's arrival to its end, finished requests only.")
         self.queue = self._histogram("queue_seconds", "From a request's arrival to its place in flight.")
         self.slo_requests = self._counter("slo_requests", "Requests by how they met the targets.", "result")
@@ -110,7 +114,7 @@ class RequestMeter:
         self.request_id = call.request_id[:MAX_REQUEST_ID_CHARS]
         self.num_tokens = 0
         """Output tokens that came so far."""
-        self._itl: Histogram | None = None
+        self._itl: Gaps | None = None
         self._generation_tokens: Counter | None = None
         self.model = ""
         """Empty until the model is known to be served, so that clients cannot make up label values."""
@@ -149,15 +153,15 @@ class RequestMeter:
         now_s = self._metrics.clock()
         gaps = num_tokens
         if self._itl is None or self._generation_tokens is None:
-            self._itl = self._metrics.itl.labels(self.model)
+            self._itl = self._metrics.itl.of(self.model)
             self._generation_tokens = self._metrics.generation_tokens.labels(self.model)
             self._ttft_s = now_s - self._arrived_s
             self._metrics.ttft.labels(self.model).observe(self._ttft_s)
             self._metrics.tenant_ttft.labels(self.model, self.tenant).observe(self._ttft_s)
             self._first_s = self._last_s = now_s
             gaps -= 1  # before the first token there is no gap
-        for _ in range(gaps):
-            self._itl.observe((now_s - self._last_s) / gaps)
+        if gaps:
+            self._itl.add((now_s - self._last_s) / gaps, gaps)
         self._last_s = now_s
         self.num_tokens += num_tokens
         self._generation_tokens.inc(num_tokens)
@@ -226,21 +230,21 @@ class RequestMeter:
 
 
 class _StateCollector(Collector):
-    """Gauges read from the router's state, in the listener's thread: copies of dicts, single reads of numbers."""
+    """What is read from the router's state, in the listener's thread: copies of dicts, single reads of numbers."""
 
     def __init__(self, metrics: RouterMetrics, places: Places, directory: Directory) -> None:
         self._metrics = metrics
         self._places = places
         self._directory = directory
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Return all gauges as they are now."""
+    def collect(self) -> Iterable[Metric]:
+        """Return all of it as it is now."""
         routes = self._directory.routes
         for route in routes:
             self._metrics.prepare(route.name)
         return (*self._own_state(), *self._models_state(routes), *_replicas_state(routes))
 
-    def _own_state(self) -> Iterable[GaugeMetricFamily]:
+    def _own_state(self) -> Iterable[Metric]:
         config = self._places.config
         numbers = (
             ("requests_in_flight", "Requests that replicas work on.", self._places.num_in_flight),
@@ -252,6 +256,9 @@ class _StateCollector(Collector):
             family = _gauge(name, text)
             family.add_metric((), value)
             yield family
+        cpu = CounterMetricFamily("weft_router_cpu_seconds", "CPU time that the router's process has used.")
+        cpu.add_metric((), time.process_time())
+        yield cpu
 
     def _models_state(self, routes: Sequence[ModelRoute]) -> Iterable[GaugeMetricFamily]:
         ready = _gauge("ready_replicas", "Replicas that take requests now.", "model")

@@ -117,6 +117,12 @@ OVERVIEW = Board(
                     "most queued": f"sum(weft_router_max_requests_queued{{{INSTALLATION}}})",
                 },
             ),
+            Panel(
+                title="CPU of the routers",
+                text="Cores that each takes. One is all it can use: tokens then come in fewer and larger messages.",
+                unit="none",
+                queries={"{{instance}}": rate("weft_router_cpu_seconds_total", INSTALLATION, by="instance")},
+            ),
         ],
         "Tokens and outcomes": [
             Panel(

@@ -1,6 +1,7 @@
 """How a request is counted: by the targets, by tenant, and from zero on."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import cast
 
@@ -139,6 +140,18 @@ def test_a_stall_between_tokens_is_seen_there_and_not_before_the_first(metrics: 
     assert value(metrics, "itl_seconds_bucket", le="0.1") == 18
 
 
+def test_tokens_that_come_together_share_a_gap(metrics: RouterMetrics, clock: Clock) -> None:
+    meter = arrive(metrics)
+    clock.now_s += 1.0
+    meter.receive(3)  # the first has no gap before it, the others none between them
+    clock.now_s += 0.24
+    meter.receive(3)
+    gaps = {le: value(metrics, "itl_seconds_bucket", le=le) for le in ("0.001", "0.075", "0.1", "0.15", "+Inf")}
+    assert gaps == {"0.001": 2, "0.075": 2, "0.1": 5, "0.15": 5, "+Inf": 5}
+    assert value(metrics, "itl_seconds_count") == 5
+    assert value(metrics, "itl_seconds_sum") == pytest.approx(0.24)
+
+
 def test_wait_for_a_place_is_measured(metrics: RouterMetrics, clock: Clock) -> None:
     meter = arrive(metrics)
     clock.now_s = 0.25
@@ -224,6 +237,12 @@ async def test_model_without_a_replica_is_told_as_such() -> None:
         assert await router.series("weft_router_ready_replicas") == [({"model": "tiny"}, 0)]
         limits = ("weft_router_max_requests_in_flight", "weft_router_max_requests_queued")
         assert [await router.metric(name) for name in limits] == [1024, 1024]
+
+
+async def test_router_tells_its_cpu_time() -> None:
+    async with running_router(router_config("127.0.0.1:1", metrics_port=0)) as router:
+        before_s = await router.metric("weft_router_cpu_seconds_total")
+        assert 0 < before_s <= await router.metric("weft_router_cpu_seconds_total") <= time.process_time()
 
 
 async def test_index_of_a_replica_is_told_while_the_router_is_connected_to_it() -> None:
