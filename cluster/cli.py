@@ -19,7 +19,7 @@ from bench.load.cli import replay, simulate
 from cluster.cli_connection import RouterFlags, with_control
 from cluster.cli_flags import MAX_TIMEOUT_S, WholeNamesCommand, given, read_object, with_flags
 from cluster.cli_operate import register
-from cluster.errors import ClusterConfigError, ClusterError
+from cluster.errors import ClusterConfigError, ClusterError, ServiceStoppedError
 from cluster.imports import import_for_good
 from cluster.logs import LEVELS
 from cluster.models import DEFAULT_MODEL
@@ -58,6 +58,8 @@ def run_and_report(command: Callable[[], object]) -> None:
     """Run a command; tell its error in one line and exit with its code."""
     try:
         command()
+    except ServiceStoppedError as error:
+        print(error, file=sys.stderr)  # what was watched has come to its end, and nothing is wrong
     except ClusterConfigError as error:
         _fail(error, 2)
     except (ClusterError, ModelError, EngineError, RouterError) as error:

@@ -80,13 +80,13 @@ class ControlClient:
         request = control_pb2.DrainRequest(target=target, grace_s=grace_s, undo=undo)
         return self._call(self._stub.Drain, request, self._timeout_s)
 
-    def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> Sequence[control_pb2.LogChunk]:
+    def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> control_pb2.ReadLogsResponse:
         """Return what logs hold after these offsets; without an offset, from `tail_bytes` before the end.
 
         Raises ControllerError.
         """
         request = control_pb2.ReadLogsRequest(target=target, offsets=offsets, tail_bytes=tail_bytes)
-        return self._call(self._stub.ReadLogs, request, 2 * self._timeout_s).chunks
+        return self._call(self._stub.ReadLogs, request, 2 * self._timeout_s)
 
     def read_metrics(self, addresses: Iterable[str]) -> Mapping[str, bytes]:
         """Return the metrics pages at these addresses of `status`, by way of the controller.

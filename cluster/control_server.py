@@ -274,7 +274,7 @@ class ControlServer(ControlServicer):
             control_pb2.LogChunk(name=name, data=piece.data, next_offset=piece.next_offset, has_more=piece.has_more)
             for name, piece in pieces.items()
         ]
-        return control_pb2.ReadLogsResponse(chunks=chunks)
+        return control_pb2.ReadLogsResponse(chunks=chunks, stopping=self._state.is_stopping)
 
     async def ReadMetrics(  # noqa: N802
         self, request: control_pb2.ReadMetricsRequest, context: Any

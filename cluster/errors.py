@@ -12,6 +12,7 @@ ClusterError
 ├── StoppingError           the service is being stopped, and nothing is changed any more
 ├── GroupTerminatedError    a replica group was told to end from outside, by SIGTERM
 ├── ControllerError         the controller cannot be reached, or answered with an error
+│   └── ServiceStoppedError     nobody answers, and the last answer was that the service is being stopped
 └── RequestError            the router cannot be reached, or refused the request
 """
 
@@ -62,6 +63,10 @@ class GroupTerminatedError(ClusterError):
 
 class ControllerError(ClusterError):
     """The controller cannot be reached, or answered with an error."""
+
+
+class ServiceStoppedError(ControllerError):
+    """Nobody answers, and the last answer was that the service is being stopped."""
 
 
 class RequestError(ClusterError):

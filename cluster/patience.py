@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from cluster.errors import ControllerError
+from cluster.errors import ControllerError, ServiceStoppedError
 
 _LIMIT_S = 30.0
 _RETRY_S = 0.5
@@ -33,14 +33,26 @@ class Patience:
         self._sleep = sleep
         self._clock = clock
         self._has_answered = False
+        self._is_stopping = False
+
+    def note_stopping(self, *, is_stopping: bool) -> None:
+        """Note whether the service is being stopped, as the last answer says: then nobody is waited for."""
+        self._is_stopping = is_stopping
 
     def ask(self, question: Callable[[], _AnswerT]) -> _AnswerT:
-        """Return the answer. Raises ControllerError: there is none to the first question, or none for 30 s."""
+        """Return the answer.
+
+        Raises:
+            ServiceStoppedError: there is none, as was to be expected.
+            ControllerError: there is none to the first question, or none for 30 s.
+        """
         give_up_s: float | None = None
         while True:
             try:
                 answer = question()
             except ControllerError as error:
+                if self._is_stopping:
+                    raise ServiceStoppedError("the service has stopped") from error
                 if not self._has_answered or (give_up_s is not None and self._clock() >= give_up_s):
                     raise
                 if give_up_s is None:

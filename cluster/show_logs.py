@@ -1,7 +1,7 @@
 """`weft logs`: what processes of a service have logged, their lines side by side, each with the name of its process."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from weft.v1 import control_pb2
 
@@ -50,18 +50,19 @@ def show_logs(
 ) -> None:
     """Print what the logs of a process, a replica, a model or everything hold; with `follows`, for ever.
 
-    Raises ControllerError; with `follows`, as Patience does.
+    Raises ControllerError; with `follows`, what Patience does.
     """
     offsets: dict[str, int] = {}
     splitters: dict[str, LineSplitter] = {}
     patience = Patience(sleep=sleep)
 
-    def read() -> Sequence[control_pb2.LogChunk]:
+    def read() -> control_pb2.ReadLogsResponse:
         return client.read_logs(target, offsets, tail_bytes=tail_bytes)
 
     while True:
-        chunks = patience.ask(read) if follows else read()
-        for chunk in chunks:
+        answer = patience.ask(read) if follows else read()
+        patience.note_stopping(is_stopping=answer.stopping)
+        for chunk in answer.chunks:
             is_new = chunk.name not in offsets
             offsets[chunk.name] = chunk.next_offset
             splitter = splitters.setdefault(chunk.name, LineSplitter())
@@ -71,7 +72,7 @@ def show_logs(
             for line in lines:
                 if not line.startswith(_MARKS):
                     tell(f"{chunk.name} | {line}")
-        if any(chunk.has_more for chunk in chunks):
+        if any(chunk.has_more for chunk in answer.chunks):
             continue
         if not follows:
             break

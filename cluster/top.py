@@ -38,7 +38,7 @@ _NARROW = 120
 def run_top(
     client: ControlClient, console: Console, *, interval_s: float, as_json: bool, count: int | None = None
 ) -> None:
-    """Show a snapshot each interval, until interrupted or `count` times. Raises ControllerError, as Patience does."""
+    """Show a snapshot each interval, until interrupted or `count` times. Raises what Patience does."""
     window = Window(WINDOW_S)
     live = Live(console=console, screen=count is None, auto_refresh=False)
 
@@ -51,7 +51,9 @@ def run_top(
     patience = Patience(tell)
 
     def next_look() -> Snapshot:
-        return window.add(patience.ask(lambda: look(client)))
+        observation = patience.ask(lambda: look(client))
+        patience.note_stopping(is_stopping=observation.status.controller.stopping)
+        return window.add(observation)
 
     next_look()
     if as_json:

@@ -17,7 +17,7 @@ from bench.load.flag_groups import SimulateFlags
 from cluster.cli import app as weft
 from cluster.cli import run_and_report
 from cluster.cli_flags import given, with_flags
-from cluster.errors import ClusterConfigError, ClusterError
+from cluster.errors import ClusterConfigError, ClusterError, ServiceStoppedError
 from parallel.errors import ModelError
 from router.errors import RouterError
 from workers.errors import EngineError
@@ -138,6 +138,14 @@ def test_errors_are_told_in_one_line_and_by_the_exit_code(
     with pytest.raises(SystemExit) as ended:
         run_and_report(fail)
     assert (ended.value.code, capsys.readouterr().err) == (code, told)
+
+
+def test_the_end_of_what_is_watched_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def end() -> None:
+        raise ServiceStoppedError("the service has stopped")
+
+    run_and_report(end)
+    assert capsys.readouterr().err == "the service has stopped\n"
 
 
 def test_errors_of_the_system_that_nobody_expects_are_told_whole() -> None:

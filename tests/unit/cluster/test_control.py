@@ -27,7 +27,14 @@ from cluster.config import ModelSpec, build_spec
 from cluster.control_client import ControlClient
 from cluster.control_server import ControlServer, bind_control_port
 from cluster.demand import DemandLedger
-from cluster.errors import ClusterConfigError, ControllerError, NotServedError, StartError, StoppingError
+from cluster.errors import (
+    ClusterConfigError,
+    ControllerError,
+    NotServedError,
+    ServiceStoppedError,
+    StartError,
+    StoppingError,
+)
 from cluster.log_reader import LogReader, LogSource
 from cluster.metrics_pages import fetch_page
 from cluster.show_logs import show_logs
@@ -255,11 +262,14 @@ async def test_grace_that_never_ends_or_has_ended_is_refused(running: Running, g
 async def test_logs_are_read_on_where_they_were_left(running: Running, tmp_path: Path) -> None:
     def read(offsets: dict[str, int], tail_bytes: int) -> control_pb2.LogChunk:
         with ControlClient(running.address) as client:
-            (chunk,) = client.read_logs("m", offsets, tail_bytes=tail_bytes)
+            answer = client.read_logs("m", offsets, tail_bytes=tail_bytes)
+            assert answer.stopping == running.state.is_stopping
+            (chunk,) = answer.chunks
             return chunk
 
     chunk = await asyncio.to_thread(read, {}, 7)
     assert (chunk.name, chunk.data, chunk.has_more) == ("m-0.1/0", b"second\n", False)
+    running.state.is_stopping = True
     with (tmp_path / "err").open("a") as file:
         file.write("third\n")
     chunk = await asyncio.to_thread(read, {"m-0.1/0": chunk.next_offset}, 7)
@@ -443,6 +453,20 @@ async def test_top_goes_on_when_the_controller_is_back(
     assert asked == 1 + 2 + 2
     told = out.getvalue() if is_terminal else capsys.readouterr().err
     assert told.count("no controller answers (asked again for 30 s)") == 1
+
+
+async def test_top_ends_with_the_service(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [control_pb2.GetStatusResponse(controller=control_pb2.ControllerStatus(stopping=True))]
+
+    def status() -> control_pb2.GetStatusResponse:
+        if not answers:
+            raise ControllerError("no controller answers")
+        return answers.pop()
+
+    with ControlClient(running.address) as client:
+        monkeypatch.setattr(client, "status", status)
+        with pytest.raises(ServiceStoppedError, match="the service has stopped"):
+            await asyncio.to_thread(run_top, client, Console(), interval_s=0.0, as_json=True)
 
 
 def test_looks_of_top_that_came_late_are_not_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:

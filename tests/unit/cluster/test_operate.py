@@ -17,7 +17,7 @@ from weft.v1 import control_pb2
 from cluster.cli import app
 from cluster.config import build_spec, load_cluster_file
 from cluster.control_client import ControlClient
-from cluster.errors import ClusterConfigError, ControllerError
+from cluster.errors import ClusterConfigError, ControllerError, ServiceStoppedError
 from cluster.log_reader import LogReader, LogSource, read_piece
 from cluster.models import PACKAGED
 from cluster.operate import (
@@ -91,12 +91,12 @@ class FakeClient:
         self.calls.append((target, grace_s, undo))
         return control_pb2.DrainResponse(replica_ids=["m-0.1"], node_id="" if target.startswith("m-") else "n1")
 
-    def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> list[control_pb2.LogChunk]:
+    def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> control_pb2.ReadLogsResponse:
         self.calls.append(dict(offsets))
         piece = self.pieces.pop(0)
         if isinstance(piece, BaseException):
             raise piece
-        return piece
+        return control_pb2.ReadLogsResponse(chunks=piece, stopping=self.is_stopping)
 
     @property
     def client(self) -> ControlClient:
@@ -348,6 +348,16 @@ def test_logs_are_followed_through_a_restart_of_the_controller(capsys: pytest.Ca
         {"m-0.1/0": 109, "controller/1": 4},
         {"m-0.1/0": 109, "controller/1": 4, "controller/2": 4},
     ]
+
+
+def test_logs_that_are_followed_end_with_the_service() -> None:
+    pieces = [[chunk("a", b"last words\n", 11)], ControllerError("no controller answers")]
+    fake = FakeClient(pieces=pieces, is_stopping=True)
+    lines: list[str] = []
+    with pytest.raises(ServiceStoppedError, match="the service has stopped"):
+        show_logs(fake.client, "", follows=True, tail_bytes=10, tell=lines.append, sleep=lambda _: None)
+    assert lines == ["a | last words"]
+    assert len(fake.calls) == 2
 
 
 def test_lines_of_logs_that_are_followed_reach_a_pipe_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from helpers.cluster import FakeClock
 
-from cluster.errors import ControllerError
+from cluster.errors import ControllerError, ServiceStoppedError
 from cluster.patience import Patience
 
 
@@ -48,6 +48,23 @@ def test_each_outage_is_told_once_and_has_the_whole_limit(
         back_s = clock() + 20
         assert patience.ask(failing_until(clock, back_s)) == back_s
     assert told == ["no controller answers (asked again for 30 s)"] * 2
+
+
+def test_after_a_stop_nobody_is_waited_for(clock: FakeClock, patience: Patience, told: list[str]) -> None:
+    patience.ask(failing_until(clock, clock()))
+    patience.note_stopping(is_stopping=True)
+    before_s = clock()
+    with pytest.raises(ServiceStoppedError, match="the service has stopped"):
+        patience.ask(failing_until(clock, before_s + 1))
+    assert (clock(), told) == (before_s, [])
+
+
+def test_a_successor_that_does_not_stop_is_waited_for_again(clock: FakeClock, patience: Patience) -> None:
+    patience.ask(failing_until(clock, clock()))
+    patience.note_stopping(is_stopping=True)
+    patience.note_stopping(is_stopping=False)
+    back_s = clock() + 1
+    assert patience.ask(failing_until(clock, back_s)) == back_s
 
 
 def test_controller_that_stays_away_is_given_up(clock: FakeClock, patience: Patience, told: list[str]) -> None:
