@@ -23,33 +23,31 @@ class Turns:
     def __init__(self, at_once: int = _AT_ONCE, longest_s: float = _LONGEST_S) -> None:
         self._at_once = at_once
         self._longest_s = longest_s
-        self._line: deque[asyncio.Future[None]] = deque()  # bounded by the requests in flight
+        self._first_line: deque[asyncio.Future[None]] = deque()  # both bounded by the requests in flight
+        self._line: deque[asyncio.Future[None]] = deque()
         self._held: dict[asyncio.Future[None], float] = {}  # and since when, oldest first
         self._timer: asyncio.TimerHandle | None = None  # while somebody stands in the line
 
     def ask(self, turn: asyncio.Future[None], *, goes_first: bool = False) -> None:
         """Set the result of `turn` when it begins, which may be now; one that is cancelled meanwhile never begins.
 
-        `goes_first`: before all that stand in the line.
+        `goes_first`: before all that did not ask so.
         """
-        if goes_first:
-            self._line.appendleft(turn)
-        else:
-            self._line.append(turn)
+        (self._first_line if goes_first else self._line).append(turn)
         self._call_next(turn.get_loop())
 
     def end(self, turn: asyncio.Future[None]) -> None:
         """End a turn, if it has begun and not ended."""
-        if self._held.pop(turn, None) is not None and self._line:
+        if self._held.pop(turn, None) is not None:
             self._call_next(turn.get_loop())
 
     def _call_next(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._line and len(self._held) < self._at_once:
-            turn = self._line.popleft()
+        while (line := self._first_line or self._line) and len(self._held) < self._at_once:
+            turn = line.popleft()
             if not turn.done():
                 self._held[turn] = loop.time()
                 turn.set_result(None)
-        if self._line and self._timer is None:
+        if line and self._timer is None:
             self._timer = loop.call_at(next(iter(self._held.values())) + self._longest_s, self._end_old, loop)
 
     def _end_old(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -47,9 +47,13 @@ async def test_few_have_a_turn_at_once_and_the_others_follow_in_the_order_in_whi
 async def test_who_goes_first_is_before_all_that_wait() -> None:
     line = Line(at_once=1)
     line.ask("a", "b")
-    line.ask("new", goes_first=True)
+    line.ask("new", "newer", goes_first=True)
     line.end("a")
     assert line.have_begun == {"a", "new"}
+    line.end("new")
+    assert line.have_begun == {"a", "new", "newer"}
+    line.end("newer")
+    assert line.have_begun == {"a", "new", "newer", "b"}
 
 
 async def test_one_that_left_the_line_takes_no_turn() -> None:
