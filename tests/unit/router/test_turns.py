@@ -123,17 +123,17 @@ async def test_the_first_tokens_of_a_request_go_before_the_next_ones_of_others()
     assert taken == ["new", "old"]
 
 
-@pytest.mark.parametrize("leaves", ["in the line", "with a turn"])
+@pytest.mark.parametrize("leaves", ["before it knows of its turn", "while it writes"])
 async def test_a_reader_that_leaves_keeps_no_turn(leaves: str) -> None:
     turns = Turns(at_once=1, longest_s=600.0)
     first, second = Inbox(turns), Inbox(turns)
     first.add(replica_pb2.RequestOutput(token_ids=[1]))
-    if leaves == "with a turn":
+    if leaves == "while it writes":
         await first.take()
     else:
         taking = asyncio.create_task(first.take())
         await asyncio.sleep(0)
-        taking.cancel()  # its turn has begun, and it does not know yet
+        taking.cancel()
         await asyncio.wait((taking,))
     first.close()
     second.add(replica_pb2.RequestOutput(token_ids=[2]))
