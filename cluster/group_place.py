@@ -108,8 +108,11 @@ def _find_group(name: str) -> PlacementGroup | None:
 
 
 def _nodes_of(group: PlacementGroup) -> list[str]:
-    """Return the Ray id of each bundle's node; none while it has no place."""
-    if not group.wait(0):  # Ray waits for whole seconds only, in which others could not have the thread
-        return []
-    node_ids: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return [node_ids[bundle] for bundle in sorted(node_ids)]
+    """Return the Ray id of each bundle's node; none while it has no place. Raises RayError when the group is gone."""
+    # Not `group.wait(0)`: it says no when Ray's answer is not there at once, which can go on for a second.
+    table = placement_group_table(group)
+    state = table.get("state", "REMOVED")
+    if state == "REMOVED":
+        raise RayError("its place was given back by somebody else")
+    node_ids: dict[int, str] = table["bundles_to_node_id"]
+    return [node_ids[bundle] for bundle in sorted(node_ids)] if state == "CREATED" else []

@@ -146,13 +146,16 @@ class Ray:
         return next((rank for rank in self.ranks if rank.name == name), None)
 
     def _placement_group(self, *_: Any, **__: Any) -> Any:
-        group = type("Group", (), {"wait": lambda _, timeout_s: self.chance.random.random() < 0.5})()
+        group = object()
         self.groups.append(group)
         self.chance.may_be_lost()
         return group
 
-    def _placement_group_table(self, _: object) -> dict[str, dict[int, str]]:
-        return {"bundles_to_node_id": {stage: self.chance.random.choice(NODES).node_id for stage in range(2)}}
+    def _placement_group_table(self, _: object) -> dict[str, Any]:
+        return {
+            "state": "CREATED" if self.chance.random.random() < 0.5 else "PENDING",
+            "bundles_to_node_id": {stage: self.chance.random.choice(NODES).node_id for stage in range(2)},
+        }
 
     def _remove_placement_group(self, group: object) -> None:
         self.chance.may_be_lost()

@@ -102,11 +102,14 @@ class FakePlace:
         self._on_wait = on_wait
         self._num_asked_in_vain = num_asked_in_vain
 
-    def wait(self, timeout_s: float) -> bool:
-        assert timeout_s == 0, "Ray has whole seconds only"
+    def table(self) -> dict[str, Any]:
         self._on_wait()
         self._num_asked_in_vain -= 1
-        return self._num_asked_in_vain < 0
+        is_placed = self._num_asked_in_vain < 0
+        return {
+            "state": "CREATED" if is_placed else "PENDING",
+            "bundles_to_node_id": {0: self.node_id if is_placed else ""},
+        }
 
 
 class FakeRay:
@@ -137,9 +140,7 @@ class FakeRay:
         monkeypatch.setattr(formation, "cluster_nodes", lambda: NODES)
         monkeypatch.setattr(group_place, "cluster_nodes", lambda: NODES)
         monkeypatch.setattr(group_place, "placement_group", self.reserve)
-        monkeypatch.setattr(
-            group_place, "placement_group_table", lambda place: {"bundles_to_node_id": {0: place.node_id}}
-        )
+        monkeypatch.setattr(group_place, "placement_group_table", lambda place: place.table())
         monkeypatch.setattr(group_place, "remove_placement_group", self.removed.append)
         monkeypatch.setattr("cluster.formation.ray.kill", lambda actor, **_: self.killed.append(actor))
         monkeypatch.setattr("cluster.formation.ray.cluster_resources", lambda: {"GPU": self.num_gpus})
@@ -256,6 +257,17 @@ async def test_group_without_a_place_looks_for_it_at_times_and_soon_says_why(
         running.cancel()
         await asyncio.wait([running])
     assert listener.waited_for == ["needs 64 CPUs on one node; the largest node has 8"] * 3
+
+
+@pytest.mark.parametrize("table", [{}, {"state": "REMOVED", "bundles_to_node_id": {0: "node-a"}}])
+async def test_group_whose_place_somebody_else_has_given_back_ends(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(group_place, "placement_group_table", lambda _: table)
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener).run()
+    assert (outcome.message, outcome.is_refusal) == ("its place was given back by somebody else", False)
+    assert not fake_ray.rank.was_given, "no rank was started"
 
 
 async def test_successor_of_the_controller_finds_the_group_and_its_ranks_by_their_names(
