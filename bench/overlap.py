@@ -31,7 +31,7 @@ from bench.script import count, counts, length, lengths, make_parser, run_script
 from cluster.config import build_section
 from cluster.models import DEFAULT_MODEL, resolve_model
 from cluster.replica_connection import OutboxLimits, RouterConnection
-from cluster.replica_wire import to_output
+from cluster.replica_wire import write_output
 from workers.async_engine import AsyncEngine
 from workers.config import EngineConfig
 from workers.engine import Engine, StepResult
@@ -127,10 +127,12 @@ class _Served:
     def _on_step(self, result: StepResult) -> None:
         """Do what cluster/replica_server.py does."""
         for output in result.outputs:
-            is_last = output.finish is not None or output.error is not None
-            name = self._connection.name_of(output.request_id) or ""
-            self._connection.add_output(output.request_id, to_output(output, name), is_last=is_last)
-            self._num_open -= is_last
+            message = self._connection.output_of(output.request_id)
+            assert message is not None, "nothing is aborted"
+            write_output(output, message)
+            if output.finish is not None or output.error is not None:
+                self._connection.end_request(output.request_id)
+                self._num_open -= 1
         load = replica_pb2.Load(num_running=result.load.num_running, num_waiting=result.load.num_waiting)
         self._connection.end_step(result.stored_block_hashes, result.evicted_block_hashes, load)
         if not self._num_open:

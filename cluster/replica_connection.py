@@ -91,15 +91,27 @@ class RouterConnection:
         self._silent.discard(engine_id)
         del self._engine_ids[self._names.pop(engine_id)]
 
-    def name_of(self, engine_id: RequestId) -> str | None:
-        """Return the router's name for a request; None when it is not of this stream, or has ended."""
-        return self._names.get(engine_id)
+    def output_of(self, engine_id: RequestId) -> replica_pb2.RequestOutput | None:
+        """Return what is kept of a request, to write behind it what the step under way gave.
 
-    def add_output(self, engine_id: RequestId, output: replica_pb2.RequestOutput, *, is_last: bool) -> None:
-        """Keep what the step under way gave an open request."""
-        self._steps.add(engine_id, output)
-        self._steps.is_due |= is_last or engine_id in self._silent
-        self._silent.discard(engine_id)
+        None when it is not of this stream, or has ended.
+        """
+        name, steps = self._names.get(engine_id), self._steps
+        if name is None:
+            return None
+        output = steps.outputs.get(engine_id)
+        if output is None:
+            output = steps.outputs[engine_id] = steps.frame.outputs.add()
+            output.request_id = name
+            if engine_id in self._silent:
+                self._silent.discard(engine_id)
+                steps.is_due = True
+        return output
+
+    def end_request(self, engine_id: RequestId) -> None:
+        """Send what is kept of a request with the step under way, for it is the last, and forget the request."""
+        self._steps.is_due = True
+        self.close_request(engine_id)
 
     def end_step(self, stored: Iterable[bytes], evicted: Iterable[bytes], load: replica_pb2.Load) -> None:
         """Take what else the step gave, and send it, or keep it for a frame with the next.
@@ -145,14 +157,12 @@ class RouterConnection:
             self._timer = None
         steps, self._steps = self._steps, _Steps()
         self._flushed_s = self._clock()
-        self._queue(
-            replica_pb2.ConnectResponse(
-                outputs=steps.outputs.values(),
-                stored_block_hashes=b"".join(block for block, is_stored in steps.events.items() if is_stored),
-                evicted_block_hashes=b"".join(block for block, is_stored in steps.events.items() if not is_stored),
-                load=steps.load,
-            )
-        )
+        frame = steps.frame
+        frame.stored_block_hashes = b"".join(block for block, is_stored in steps.events.items() if is_stored)
+        frame.evicted_block_hashes = b"".join(block for block, is_stored in steps.events.items() if not is_stored)
+        if steps.load is not None:
+            frame.load.CopyFrom(steps.load)
+        self._queue(frame)
 
     def _queue(self, frame: replica_pb2.ConnectResponse) -> None:
         if self.cut_off.is_set():
@@ -190,20 +200,13 @@ class RouterConnection:
 class _Steps:
     """What the steps since the last frame gave."""
 
+    frame: replica_pb2.ConnectResponse = field(default_factory=replica_pb2.ConnectResponse)
+    """Has the outputs already; the rest is written when it is sent."""
     outputs: dict[RequestId, replica_pb2.RequestOutput] = field(default_factory=dict)
+    """Those in the frame."""
     events: dict[bytes, bool] = field(default_factory=dict)
     """Whether each block was stored or evicted: its last event counts, and one told twice changes nothing."""
     load: replica_pb2.Load | None = None
     """Load after the last of the steps; None: there was no step."""
     is_due: bool = False
     """They wait for the interval no longer."""
-
-    def add(self, engine_id: RequestId, output: replica_pb2.RequestOutput) -> None:
-        """Add what a step gave a request to what those before it gave."""
-        earlier = self.outputs.get(engine_id)
-        if earlier is None:
-            self.outputs[engine_id] = output
-        else:
-            text = earlier.text + output.text
-            earlier.MergeFrom(output)  # joins lists, and takes the text of the later one
-            earlier.text = text

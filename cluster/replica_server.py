@@ -20,7 +20,7 @@ from weft.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_ser
 
 from cluster.replica_connection import OutboxLimits, RouterConnection
 from cluster.replica_spans import ReplicaSpans
-from cluster.replica_wire import to_failed, to_output, to_request
+from cluster.replica_wire import to_failed, to_request, write_output
 from router.spans import NO_TRACER, Tracer
 from router.tls import InnerTls, bind
 from workers.async_engine import Snapshot
@@ -230,13 +230,12 @@ class ReplicaServer(ReplicaServicer):
 
     def _add_output(self, output: RequestOutput) -> None:
         connection = self._connections.get(int(output.request_id.partition("/")[0]))
-        name = connection.name_of(output.request_id) if connection else None
-        if connection is None or name is None:
+        message = connection.output_of(output.request_id) if connection else None
+        if connection is None or message is None:
             return  # aborted, or its router is gone
-        is_last = output.finish is not None or output.error is not None
-        connection.add_output(output.request_id, to_output(output, name), is_last=is_last)
-        if is_last:
-            connection.close_request(output.request_id)
+        write_output(output, message)
+        if output.finish is not None or output.error is not None:
+            connection.end_request(output.request_id)
             self._spans.end(output)
 
     def _to_snapshot(self, state: Snapshot, version: int) -> replica_pb2.Snapshot:

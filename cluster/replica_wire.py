@@ -45,10 +45,12 @@ def to_request(submit: replica_pb2.Submit, request_id: RequestId, now_s: float) 
     )
 
 
-def to_output(output: RequestOutput, request_id: str) -> replica_pb2.RequestOutput:
-    """Return what one step gave one request, under the router's name for it."""
-    message = replica_pb2.RequestOutput(request_id=request_id, token_ids=output.token_ids, text=output.text)
-    message.logprobs.extend(_to_logprobs(entry) for entry in output.logprobs)
+def write_output(output: RequestOutput, message: replica_pb2.RequestOutput) -> None:
+    """Write what one step gave one request behind what is there of the steps before it."""
+    message.token_ids.extend(output.token_ids)
+    message.text += output.text
+    if output.logprobs:
+        message.logprobs.extend(_to_logprobs(entry) for entry in output.logprobs)
     if output.error is not None:
         message.failed.CopyFrom(to_failed(output.error))
     elif output.finish is not None:
@@ -60,7 +62,6 @@ def to_output(output: RequestOutput, request_id: str) -> replica_pb2.RequestOutp
         elif finish.stop_token_id is not None:
             finished.stop_token_id = finish.stop_token_id
         finished.usage.CopyFrom(_to_usage(finish.usage))
-    return message
 
 
 def to_failed(error: Exception) -> replica_pb2.RequestFailed:

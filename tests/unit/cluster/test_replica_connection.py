@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
-from weft.v1 import inference_pb2, replica_pb2
+from weft.v1 import replica_pb2
 
 from cluster.replica_connection import OutboxLimits, RouterConnection
+from cluster.replica_wire import write_output
 from tests.helpers.cluster import FakeClock
-from workers.request import RequestId
+from workers.request import Finish, FinishReason, RequestId, RequestOutput, TokenLogprobs, Usage
 
 INTERVAL_S = 0.02
 BLOCK_A, BLOCK_B = b"a" * 16, b"b" * 16
@@ -37,8 +38,11 @@ class Stream:
         num_running: int = 1,
     ) -> None:
         for engine_id, token_id in tokens:
-            output = replica_pb2.RequestOutput(request_id=self.connection.name_of(engine_id), token_ids=[token_id])
-            self.connection.add_output(engine_id, output, is_last=engine_id in last)
+            output = self.connection.output_of(engine_id)
+            assert output is not None
+            output.token_ids.append(token_id)
+            if engine_id in last:
+                self.connection.end_request(engine_id)
         self.connection.end_step(stored, evicted, replica_pb2.Load(num_running=num_running))
 
     async def frame(self) -> replica_pb2.ConnectResponse:
@@ -83,18 +87,34 @@ async def test_merged_outputs_say_all_that_each_said() -> None:
     stream = Stream(interval_s=0.0)
     x = stream.open("x")
     stream.step((x, 1))
+    usage = Usage(prompt_tokens=1, cached_tokens=0, completion_tokens=4, queue_s=0.0, prefill_s=0.0, decode_s=0.0)
     for token_id, text in ((2, "Hé"), (3, ""), (4, "llo")):
-        output = replica_pb2.RequestOutput(request_id="x", token_ids=[token_id], text=text)
-        output.logprobs.add(chosen=inference_pb2.Logprob(token_id=token_id))
-        if token_id == 4:
-            output.finished.usage.completion_tokens = 4
-        stream.connection.add_output(x, output, is_last=token_id == 4)
+        logprobs = (TokenLogprobs(token_id=token_id, logprob=-1.0),)
+        finish = Finish(reason=FinishReason.LENGTH, usage=usage) if token_id == 4 else None
+        message = stream.connection.output_of(x)
+        assert message is not None
+        write_output(
+            RequestOutput(request_id=x, token_ids=(token_id,), text=text, logprobs=logprobs, finish=finish), message
+        )
         stream.connection.end_step((), (), replica_pb2.Load())
     await stream.frame()
     (merged,) = (await stream.frame()).outputs
     assert (merged.request_id, list(merged.token_ids), merged.text) == ("x", [2, 3, 4], "Héllo")
     assert [logprobs.chosen.token_id for logprobs in merged.logprobs] == [2, 3, 4]
     assert merged.finished.usage.completion_tokens == 4
+
+
+async def test_request_that_was_aborted_keeps_what_came_and_is_given_nothing_more() -> None:
+    stream = Stream(interval_s=0.0)
+    x = stream.open("x")
+    stream.step((x, 1))
+    stream.step((x, 2))  # waits for the frame before it
+    stream.connection.close_request(x)
+    assert stream.connection.output_of(x) is None
+    again = stream.open("x")
+    stream.step((again, 7))
+    assert await stream.tokens() == [("x", [1])]
+    assert await stream.tokens() == [("x", [2]), ("x", [7])]
 
 
 async def test_what_waits_for_a_router_that_does_not_read_counts_against_its_limits() -> None:
