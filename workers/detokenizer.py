@@ -35,10 +35,13 @@ class IncrementalDetokenizer:
         """
         self._table = table
         self._skips_special = skip_special_tokens
+        self._texts = table.texts(skips_special=skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_first = not any(map(self._piece, prompt_token_ids))
         start = self._find_whole_character(prompt_token_ids)
         self._decoder.decode(b"".join(map(self._piece, prompt_token_ids[start:])))
+        self._is_plain = False
+        """Whether the text has begun and ends with a whole character, as far as is known."""
         self._stops = [_StopString(text) for text in stop]
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens
@@ -86,11 +89,16 @@ class IncrementalDetokenizer:
         return b"" if self._skips_special and self._table.is_special(token_id) else self._table.piece(token_id)
 
     def _decode(self, token_id: int) -> str:
+        if self._is_plain and (known := self._texts[token_id]) is not None:
+            return known
         piece = self._piece(token_id)
         if self._is_first and piece:
             self._is_first = False
             piece = self._table.first_piece(token_id)
-        return self._decoder.decode(piece)
+        text = self._decoder.decode(piece)
+        held, _ = self._decoder.getstate()
+        self._is_plain = not self._is_first and not held
+        return text
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         pieces = {token_id: self._piece(token_id) for token_id in set(token_ids)}
@@ -98,6 +106,7 @@ class IncrementalDetokenizer:
         while self._is_first and num_done < len(token_ids):
             text += self._decode(token_ids[num_done])
             num_done += 1
+        self._is_plain = False
         return text + self._decoder.decode(b"".join(map(pieces.__getitem__, token_ids[num_done:])))
 
     def _find_whole_character(self, token_ids: Sequence[int]) -> int:

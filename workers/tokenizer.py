@@ -6,7 +6,7 @@ Metaspace. Joined bytes of the pieces, decoded as UTF-8, are exactly what `Token
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class TokenTable:
         self._convert, self._convert_first = _converters(_decoder_state(tokenizer))
         self._pieces: dict[int, bytes] = {}
         self._specials: dict[int, bool] = {}
+        self._texts = _Texts(self.piece), _Texts(self._shown_piece)
 
     def piece(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to a text; nothing for an id that the tokenizer does not know."""
@@ -52,6 +53,28 @@ class TokenTable:
         if special is None:
             special = self._specials[token_id] = self._tokenizer.id_to_token(token_id) in self._special
         return special
+
+    def texts(self, *, skips_special: bool) -> Mapping[int, str | None]:
+        """Return what each token adds where a character has ended; None for one that is no whole characters itself."""
+        return self._texts[skips_special]
+
+    def _shown_piece(self, token_id: int) -> bytes:
+        return b"" if self.is_special(token_id) else self.piece(token_id)
+
+
+class _Texts(dict[int, str | None]):
+    """The text of each piece that was asked for, made once: a look-up then costs no call of Python."""
+
+    def __init__(self, piece: Callable[[int], bytes]) -> None:
+        self._piece = piece
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._piece(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def load_token_table(folder: Path) -> TokenTable:
