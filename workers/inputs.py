@@ -15,8 +15,9 @@ from torch import Tensor
 from parallel.kernels.base import AttentionMeta
 from parallel.kernels.host_arrays import to_device
 from workers.decode_inputs import DecodeRun
+from workers.device_tables import DeviceTables
 from workers.plan import ScheduledSequence, StepPlan
-from workers.slots import Slots
+from workers.slots import NewEntries, Slots
 from workers.step_inputs import StepInputs, to_tensors
 
 _ALIGN_BYTES = 16
@@ -31,6 +32,12 @@ class InputBuilder:
         self._device = device
         self._slots = Slots(num_slots=num_slots, max_context=max_context, block_size=block_size, num_groups=num_groups)
         self._decodes = DecodeRun(self._slots)
+        num_entries = self._slots.tables.shape[1]
+        self._tables = (
+            None
+            if device.type == "cpu"
+            else DeviceTables(num_slots=num_slots, num_entries=num_entries, num_groups=num_groups, device=device)
+        )
 
     def build(self, plan: StepPlan) -> StepInputs:
         """Apply the plan to the slots and return its tensors."""
@@ -39,17 +46,18 @@ class InputBuilder:
             self._decodes.end()
         for new in plan.new:
             self._slots.take(new)
+        new_entries = None if self._tables is None else self._slots.new_entries(plan)
         self._slots.add_blocks(plan.scheduled)
         if token_ids is not None:
             return self._decodes.go_on(token_ids)
         self._slots.add_tokens(plan.scheduled)
-        return self._make(plan.scheduled)
+        return self._make(plan.scheduled, new_entries)
 
     def look_ahead(self) -> None:
         """Make ready what a step after the last has in common with it; for a moment when nothing waits."""
         self._decodes.look_ahead()
 
-    def _make(self, shares: Sequence[ScheduledSequence]) -> StepInputs:
+    def _make(self, shares: Sequence[ScheduledSequence], new_entries: NewEntries | None) -> StepInputs:
         slots, nums = [share.slot for share in shares], [share.num_tokens for share in shares]
         ends = [share.start + share.num_tokens for share in shares]
         samples = [share.samples for share in shares]
@@ -66,6 +74,12 @@ class InputBuilder:
         sampled_S = slice(None) if all(samples) else np.array(samples).nonzero()[0]
         sample_slots = slots_S[sampled_S]
 
+        slot_mappings_GT = self._slots.slot_mappings(slots_T, positions_T)
+        if new_entries is None:
+            of_tables_int64, of_tables_int32 = [], [*self._slots.block_tables(slots_S, max(ends))]
+        else:
+            of_tables_int64 = [slots_S, new_entries.taken_slots, new_entries.places]
+            of_tables_int32 = [new_entries.blocks]
         sent_int64, sent_int32 = self._to_device(
             [
                 self._slots.tokens[slots_T, positions_T],
@@ -74,12 +88,19 @@ class InputBuilder:
                 last_rows_S[fed_S],
                 slots_S[fed_S],
                 sample_slots,
-                *self._slots.slot_mappings(slots_T, positions_T),
+                *slot_mappings_GT,
+                *of_tables_int64,
             ],
-            [np.array(query_starts), ends_S, *self._slots.block_tables(slots_S, max(ends))],
+            [np.array(query_starts), ends_S, *of_tables_int32],
         )
-        token_ids, positions, sample_rows, fed_rows, fed_slots, sample_slots_device, *slot_mappings = sent_int64
+        token_ids, positions, sample_rows, fed_rows, fed_slots, sample_slots_device, *others = sent_int64
+        slot_mappings = others[: len(slot_mappings_GT)]
         query_starts_device, context_lens, *block_tables = sent_int32
+        if self._tables is not None:
+            slots_device, taken_slots, places = others[len(slot_mappings_GT) :]
+            (blocks,) = block_tables
+            self._tables.update(taken_slots=taken_slots, places=places, blocks=blocks)
+            block_tables = self._tables.take(slots_device, self._slots.num_entries(max(ends)))
         metas = [
             AttentionMeta(
                 query_starts=query_starts_device,

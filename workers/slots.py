@@ -10,14 +10,25 @@ G groups of layers, each of which has its own block in an entry.
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from parallel.kernels.host_arrays import Int32Array, Int64Array
-from workers.plan import NewSequence, ScheduledSequence
+from workers.plan import NewSequence, ScheduledSequence, StepPlan
 
 _FEW = 4
 """Up to so many rows it is faster to write one by one."""
+
+
+class NewEntries(NamedTuple):
+    """What a step changes in the block tables."""
+
+    taken_slots: Int64Array
+    """Slots whose tables are forgotten first."""
+    places: Int64Array
+    """Where blocks go, counted over the tables of all slots, one after the other."""
+    blocks: Int32Array
 
 
 class Slots:
@@ -40,6 +51,19 @@ class Slots:
         self.num_tokens[new.slot] = num_tokens
         self.tables[new.slot].reshape(-1)[: self._num_blocks[new.slot]] = 0
         self._num_blocks[new.slot] = 0
+
+    def new_entries(self, plan: StepPlan) -> NewEntries:
+        """Return what `add_blocks` will write; new sequences have their slots by then."""
+        growing = [share for share in plan.scheduled if share.new_blocks]
+        slots = np.array([share.slot for share in growing], np.int64)
+        nums = np.array([len(share.new_blocks) for share in growing], np.int64)
+        blocks = np.array(list(chain.from_iterable(share.new_blocks for share in growing)), np.int32)
+        firsts = slots * self.tables[0].size + self._num_blocks[slots] - np.cumsum(nums) + nums
+        return NewEntries(
+            taken_slots=np.array([new.slot for new in plan.new], np.int64),
+            places=np.repeat(firsts, nums) + np.arange(len(blocks)),
+            blocks=blocks,
+        )
 
     def add_blocks(self, shares: Sequence[ScheduledSequence]) -> None:
         """Continue the block tables by what is new in a step."""
@@ -64,7 +88,11 @@ class Slots:
 
     def block_tables(self, slots_S: Int64Array, max_context_len: int) -> Int32Array:
         """Return the block tables [G, S, M] of these slots, for contexts up to `max_context_len`."""
-        return self.tables[slots_S, : -(-max_context_len // self.block_size)].transpose(2, 0, 1)
+        return self.tables[slots_S, : self.num_entries(max_context_len)].transpose(2, 0, 1)
+
+    def num_entries(self, context_len: int) -> int:
+        """Return how many entries of a table a context has."""
+        return -(-context_len // self.block_size)
 
 
 def _append(rows: Int32Array, lengths: Int64Array, additions: dict[int, list[int]]) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from workers.device_tables import DeviceTables
 from workers.inputs import InputBuilder
 from workers.plan import NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams
@@ -272,7 +273,40 @@ def assert_equal(seen: Any, expected: Any) -> None:
         assert np.array_equal(seen, expected)
 
 
-def test_a_step_goes_to_a_gpu_in_one_copy_whose_parts_begin_at_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_to_a_gpu_does_not_grow_with_the_longest_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes: list[int] = []
+
+    def copy(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+        num_bytes.append(array.nbytes)
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr("workers.inputs.to_device", copy)
+    monkeypatch.setattr("workers.inputs.DeviceTables", tables_on_host)
+    for length in (40, 4000):
+        inputs = InputBuilder(num_slots=8, max_context=8192, block_size=BLOCK, device=torch.device("cuda"))
+        lengths = {slot: length if slot == 3 else 9 for slot in range(8)}
+        news = [new(slot, [1] * length) for slot, length in lengths.items()]
+        shares = [
+            ScheduledSequence(slot, 0, length, [], [5] * (length // BLOCK + 1), True)
+            for slot, length in lengths.items()
+        ]
+        inputs.build(StepPlan(0, [], news, shares))
+        inputs.build(
+            StepPlan(1, [], [], [ScheduledSequence(slot, length, 1, 7, [], True) for slot, length in lengths.items()])
+        )
+    _, short, _, long = num_bytes
+    assert long == short
+
+
+def tables_on_host(**sizes: Any) -> DeviceTables:
+    """As they would be on a device that is not there."""
+    return DeviceTables(**sizes | {"device": torch.device("cpu")})
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_step_goes_to_a_gpu_in_one_copy_whose_parts_begin_at_16_bytes(
+    monkeypatch: pytest.MonkeyPatch, num_groups: int
+) -> None:
     """A device that is not there, so that what would be copied can be looked at."""
     copied: list[torch.Tensor] = []
 
@@ -281,17 +315,21 @@ def test_a_step_goes_to_a_gpu_in_one_copy_whose_parts_begin_at_16_bytes(monkeypa
         return copied[-1]
 
     monkeypatch.setattr("workers.inputs.to_device", copy)
+    monkeypatch.setattr("workers.inputs.DeviceTables", tables_on_host)
     there, here = (
-        InputBuilder(num_slots=8, max_context=128, block_size=BLOCK, device=torch.device(kind), num_groups=2)
+        InputBuilder(num_slots=8, max_context=128, block_size=BLOCK, device=torch.device(kind), num_groups=num_groups)
         for kind in ("cuda", "cpu")
     )
-    for number, plan in enumerate(decoding(2), 1):
+    for number, plan in enumerate(decoding(num_groups), 1):
         seen, expected = there.build(plan), here.build(plan)
         for inputs in (seen, expected):
             inputs.token_ids[inputs.fed_rows] = 0  # anything
         assert_equal(seen, expected)
         assert len(copied) == number
-        for tensor in [*tensors_of(seen), *(tensor for meta in seen.metas for tensor in tensors_of(meta))]:
+        assert all(meta.block_tables.is_contiguous() for meta in seen.metas)
+        own = {meta.block_tables.data_ptr() for meta in seen.metas}
+        tensors = [*tensors_of(seen), *(tensor for meta in seen.metas for tensor in tensors_of(meta))]
+        for tensor in (tensor for tensor in tensors if tensor.data_ptr() not in own):
             offset = tensor.data_ptr() - copied[-1].data_ptr()
             assert 0 <= offset <= copied[-1].nbytes - tensor.nbytes
             assert offset % 16 == 0
