@@ -1,10 +1,12 @@
 """What a step costs beside the model: CPU time of deciding it, of taking its output and of building its inputs.
 
 python -m bench.step_time [--sequences 256,1024,4096] [--policy fcfs,mlfq] [--steps 100] [--recorded]
+python -m bench.step_time --longest 120000 [--device cuda]
 
 All sequences decode, and half as many requests wait, which displace some under policies with levels while there is
 memory for it. The target is 1 ms for 256 sequences, linear beyond. With --recorded the scheduler writes down what it
-decides, as `weft serve --record-decisions` has it.
+decides, as `weft serve --record-decisions` has it. With --longest one sequence has a prompt of so many tokens, the
+others 32 to 47. Inputs are those for a CPU or, where there is one, for a GPU.
 """
 
 import argparse
@@ -24,6 +26,8 @@ from weft.recording import Recorder
 from bench.load.statistics import percentile
 from bench.result_line import end_with_line
 from bench.script import count, counts, make_parser, run_script
+from parallel.device.select import select_device
+from parallel.errors import DeviceError
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.inputs import InputBuilder
 from workers.kv_cache_manager import KVCacheManager
@@ -32,10 +36,12 @@ from workers.recording import RecordingScheduler
 from workers.request import Request, RequestId, SamplingParams
 from workers.scheduler import Scheduler
 
-_MAX_CONTEXT = 4096
+_MIN_CONTEXT = 4096
+"""Longest context that the scheduler allows, if no longer one is asked for."""
 _BLOCK_SIZE = 16
 _NUM_PROMPT_TOKENS = 32
 _NUM_WARM_UP_STEPS = 5
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +62,19 @@ class StepTime:
 class Steps:
     """A scheduler and a rank's input builder, with a model that always says the same."""
 
-    def __init__(self, policy: SchedulingPolicy, num_seqs: int, num_steps: int, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        policy: SchedulingPolicy,
+        num_seqs: int,
+        num_steps: int,
+        recorder: Recorder | None,
+        *,
+        longest: int,
+        device: torch.device,
+    ) -> None:
         length = _NUM_PROMPT_TOKENS + _BLOCK_SIZE + num_steps + 4 * _NUM_WARM_UP_STEPS
-        num_blocks = num_seqs * (length // _BLOCK_SIZE + 2)
+        num_blocks = num_seqs * (length // _BLOCK_SIZE + 2) + longest // _BLOCK_SIZE
+        max_context = max(_MIN_CONTEXT, longest + 2 * length)
         make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)
         self._scheduler = make_scheduler(
             SchedulerConfig(
@@ -69,20 +85,19 @@ class Steps:
                 promote_after_s=None,
             ),
             KVCacheManager.with_pool(num_blocks, block_size=_BLOCK_SIZE, hash_key=b"step time"),
-            max_context=_MAX_CONTEXT,
+            max_context=max_context,
             eos_token_ids=frozenset(),
             max_in_flight=1,
         )
-        self._inputs = InputBuilder(
-            num_slots=num_seqs, max_context=_MAX_CONTEXT, block_size=_BLOCK_SIZE, device=torch.device("cpu")
-        )
+        self._inputs = InputBuilder(num_slots=num_seqs, max_context=max_context, block_size=_BLOCK_SIZE, device=device)
         for i in range(num_seqs):  # in each step as many of them begin a block, and fill one
-            self._add(i, _NUM_PROMPT_TOKENS + i % _BLOCK_SIZE, max_tokens=length)
+            num_prompt_tokens = max(longest if i == 0 else 0, _NUM_PROMPT_TOKENS + i % _BLOCK_SIZE)
+            self._add(i, num_prompt_tokens, max_tokens=length)
         while self._scheduler.num_waiting:
             self.run()
         room = num_blocks * _BLOCK_SIZE - _NUM_PROMPT_TOKENS
         for i in range(num_seqs // 2):
-            self._add(num_seqs + i, _NUM_PROMPT_TOKENS, max_tokens=min(_MAX_CONTEXT // 2, room))
+            self._add(num_seqs + i, _NUM_PROMPT_TOKENS, max_tokens=min(_MIN_CONTEXT // 2, room))
 
     def run(self) -> tuple[float, float, float]:
         """Make one step; return the CPU seconds of `schedule`, `update` and `build`."""
@@ -103,11 +118,19 @@ class Steps:
         self._scheduler.add(Request(request_id=RequestId(str(number)), prompt_token_ids=prompt, sampling=sampling), 0.0)
 
 
-def measure(policy: SchedulingPolicy, num_seqs: int, num_steps: int, *, recorded: bool = False) -> StepTime:
-    """Measure so many steps."""
+def measure(
+    policy: SchedulingPolicy,
+    num_seqs: int,
+    num_steps: int,
+    *,
+    recorded: bool = False,
+    longest: int = 0,
+    device: torch.device = _CPU,
+) -> StepTime:
+    """Measure so many steps; `longest`: tokens of one of the prompts, if that is more than it would have."""
     with TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "decisions", max_bytes=1 << 30) if recorded else None
-        steps = Steps(policy, num_seqs, num_steps, recorder)
+        steps = Steps(policy, num_seqs, num_steps, recorder, longest=longest, device=device)
         found = _measure(steps, policy, num_seqs, num_steps)
         if recorder is not None:
             recorder.close()
@@ -139,16 +162,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--policy", type=_policies, default=list(SchedulingPolicy), metavar="NAME,NAME")
     parser.add_argument("--steps", type=count, default=100)
     parser.add_argument("--recorded", action="store_true")
+    parser.add_argument("--longest", type=count, default=1, help="tokens of one prompt (as the others)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what inputs are for (%(default)s)")
     options = parser.parse_args(argv)
+    try:
+        device = select_device(options.device).torch_device
+    except DeviceError as error:
+        parser.error(f"--device: {error}")
     gc.freeze()  # what was imported, as a rank does (cluster/imports.py)
     found = [
-        measure(policy, num, options.steps, recorded=options.recorded)
+        measure(policy, num, options.steps, recorded=options.recorded, longest=options.longest, device=device)
         for num in options.sequences
         for policy in options.policy
     ]
     _print(found)
     times = list(map(asdict, found))
-    end_with_line("step_time", {"steps": options.steps, "recorded": options.recorded, "times": times})
+    asked = {name: getattr(options, name) for name in ("steps", "recorded", "longest", "device")}
+    end_with_line("step_time", {**asked, "times": times})
 
 
 def _policies(text: str) -> list[SchedulingPolicy]:
