@@ -1,6 +1,7 @@
 """How long a device that needs no CPU stands still under backlog, waiting for the host: a stand-in for a GPU.
 
-python -m bench.overlap [--step 5,10,20] [--running 32,256] [--launch 0] [--repetition-penalty 1] [--rounds 3]
+python -m bench.overlap [--step 5,10,20] [--running 32,256] [--launch 0] [--repetition-penalty 1] [--logprobs 20]
+                        [--rounds 3]
 
 All that the host does is real: scheduler, inputs, sampler, engine, detokenizer, the event loop and the frames that go
 to a router. What the device does is not (queued_device.py): each step takes it the same time, in milliseconds. So many
@@ -49,11 +50,14 @@ def main() -> None:
     parser.add_argument("--launch", type=length, default=0.0, help="milliseconds of the host beside it")
     parser.add_argument("--running", type=counts, default=[32, 256], help="sequences at once (32,256)")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help="penalty of each request; 1: none")
+    parser.add_argument("--logprobs", type=count, help="alternatives whose log-probabilities each token comes with")
     parser.add_argument("--rounds", type=count, default=3)
     args = parser.parse_args()
     sys.setswitchinterval(2e-4)  # as in cluster/rank_actor.py
     torch.set_num_threads(1)  # who launches steps needs no team
-    sampling = SamplingParams(temperature=0, ignore_eos=True, repetition_penalty=args.repetition_penalty)
+    sampling = SamplingParams(
+        temperature=0, ignore_eos=True, repetition_penalty=args.repetition_penalty, logprobs=args.logprobs
+    )
     table = Table("step, ms", "running", "engine: waits", "ms a step", "steps", "served: waits", "ms a step", "steps")
     rows = []
     for step_ms in args.step:
@@ -64,7 +68,7 @@ def main() -> None:
             cells = (format(value, _FORMATS[name.split("_")[1]]) for name, value in row.items())
             table.add_row(f"{step_ms:g}", str(num_running), *cells)
     Console().print(table)
-    end_with_line("overlap", {"launch_ms": args.launch, "rows": rows})
+    end_with_line("overlap", {"launch_ms": args.launch, "logprobs": args.logprobs, "rows": rows})
 
 
 def _measure(

@@ -49,8 +49,8 @@ def write_output(output: RequestOutput, message: replica_pb2.RequestOutput) -> N
     """Write what one step gave one request behind what is there of the steps before it."""
     message.token_ids.extend(output.token_ids)
     message.text += output.text
-    if output.logprobs:
-        message.logprobs.extend(_to_logprobs(entry) for entry in output.logprobs)
+    for entry in output.logprobs:
+        _write_logprobs(entry, message.logprobs.add())
     if output.error is not None:
         message.failed.CopyFrom(to_failed(output.error))
     elif output.finish is not None:
@@ -80,11 +80,12 @@ def _to_sampling(sampling: inference_pb2.SamplingParams) -> SamplingParams:
 _REPEATED = frozenset({"stop", "stop_token_ids"})
 
 
-def _to_logprobs(entry: TokenLogprobs) -> inference_pb2.TokenLogprobs:
-    return inference_pb2.TokenLogprobs(
-        chosen=inference_pb2.Logprob(token_id=entry.token_id, logprob=entry.logprob),
-        top=[inference_pb2.Logprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
-    )
+def _write_logprobs(entry: TokenLogprobs, message: inference_pb2.TokenLogprobs) -> None:
+    chosen, top = message.chosen, message.top
+    chosen.token_id, chosen.logprob = entry.token_id, entry.logprob
+    for token_id, logprob in entry.top:  # written in place: made first and copied in, they take three times as long
+        one = top.add()
+        one.token_id, one.logprob = token_id, logprob
 
 
 def _to_usage(usage: Usage) -> inference_pb2.Usage:
