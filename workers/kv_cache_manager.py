@@ -8,7 +8,7 @@ What was evicted to the host (host_tier.py) is found like a block, and becomes o
 from collections import Counter
 from collections.abc import Iterable
 
-from weft.block_hash import block_hash, root_hash
+from weft.block_hash import block_hashes, root_hash
 
 from workers.block_pool import BlockPool
 from workers.host_tier import Content, Copies, HostTier
@@ -300,6 +300,5 @@ class KVCacheManager:
         if len(hashes) >= num_blocks:
             return
         parent = hashes[-1] if hashes else root_hash(self._hash_key, sequence.request.cache_salt)
-        for i in range(len(hashes), num_blocks):
-            parent = block_hash(parent, sequence.token_ids[i * self.block_size : (i + 1) * self.block_size])
-            hashes.append(parent)
+        token_ids = sequence.token_ids[len(hashes) * self.block_size : num_blocks * self.block_size]
+        hashes += block_hashes(parent, token_ids, self.block_size)

@@ -14,23 +14,25 @@ from hashlib import blake2b
 HASH_BYTES = 16
 """Length of one block hash."""
 
+_TOKEN_BYTES = 4
+
 
 def root_hash(key: bytes, cache_salt: str = "") -> bytes:
     """Return the value before the first block: one for each (key, salt). The key has at most 64 bytes."""
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=key).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of one full block whose prefix has the hash `parent`."""
-    return blake2b(parent + _pack(token_ids), digest_size=HASH_BYTES).digest()
+def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Return the hash of each full block of `token_ids`; a last partial block has none.
 
-
-def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the hash of each full block of `token_ids`; a last partial block has none."""
-    hashes = []
-    parent = root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size])
+    Args:
+        parent: the hash of what comes before, or the root where nothing does.
+        token_ids, block_size: as said.
+    """
+    packed = _pack(token_ids[: len(token_ids) // block_size * block_size])
+    hashes, num_bytes = [], _TOKEN_BYTES * block_size
+    for start in range(0, len(packed), num_bytes):
+        parent = blake2b(parent + packed[start : start + num_bytes], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
     return hashes
 

@@ -1,7 +1,7 @@
 """The hash chain of blocks: part of the protocol, so that its values must never change."""
 
 import pytest
-from weft.block_hash import HASH_BYTES, block_hash, block_hashes, root_hash, split_hashes
+from weft.block_hash import HASH_BYTES, block_hashes, root_hash, split_hashes
 
 ROOT = root_hash(b"key", "salt")
 
@@ -25,18 +25,18 @@ def test_each_full_block_has_a_hash_and_a_partial_one_none() -> None:
 def test_chain_continues_from_any_of_its_hashes() -> None:
     hashes = block_hashes(ROOT, range(12), 4)
 
-    assert hashes[0] == block_hash(ROOT, range(4))
-    assert hashes[2] == block_hash(hashes[1], range(8, 12))
+    assert hashes[:1] == block_hashes(ROOT, range(4), 4)
+    assert hashes[1:] == block_hashes(hashes[0], range(4, 12), 4)
 
 
 def test_hash_depends_on_every_token_before_it() -> None:
     assert block_hashes(ROOT, [9, 1, 2, 3], 2)[1] != block_hashes(ROOT, [0, 1, 2, 3], 2)[1]
-    assert block_hash(ROOT, [1, 2]) != block_hash(ROOT, [2, 1])
+    assert block_hashes(ROOT, [1, 2], 2) != block_hashes(ROOT, [2, 1], 2)
 
 
 def test_token_borders_count() -> None:
-    assert block_hash(ROOT, [1, 0]) != block_hash(ROOT, [1])
-    assert block_hash(ROOT, [256]) != block_hash(ROOT, [1])
+    assert block_hashes(ROOT, [1, 0], 2) != block_hashes(ROOT, [1], 1)
+    assert block_hashes(ROOT, [256], 1) != block_hashes(ROOT, [1], 1)
 
 
 def test_salt_and_key_separate_chains() -> None:
@@ -48,7 +48,7 @@ def test_salt_and_key_separate_chains() -> None:
 @pytest.mark.parametrize("token_id", [-1, 2**32])
 def test_token_that_is_no_32_bit_id_is_refused(token_id: int) -> None:
     with pytest.raises(OverflowError):
-        block_hash(ROOT, [token_id])
+        block_hashes(ROOT, [token_id], 1)
 
 
 def test_packed_hashes_are_split_again() -> None:

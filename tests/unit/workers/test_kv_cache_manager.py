@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from helpers.scheduling import make_request
-from weft.block_hash import block_hash, block_hashes, root_hash
+from weft.block_hash import block_hashes, root_hash
 
 from workers.block_pool import BlockPool
 from workers.config import SchedulingPolicy
@@ -150,13 +150,13 @@ def test_hashes_are_those_of_the_router() -> None:
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache()
     sequence = make_sequence(13)
-    hashed = []
+    hashed: list[bytes] = []
 
-    def count_and_hash(parent: bytes, token_ids: list[int]) -> bytes:
-        hashed.append(token_ids)
-        return block_hash(parent, token_ids)
+    def note_and_hash(parent: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
+        hashed.extend(block_hashes(parent, token_ids, block_size))
+        return block_hashes(parent, token_ids, block_size)
 
-    monkeypatch.setattr("workers.kv_cache_manager.block_hash", count_and_hash)
+    monkeypatch.setattr("workers.kv_cache_manager.block_hashes", note_and_hash)
 
     cache.match_prefix(sequence)
     cache.match_prefix(sequence)
