@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta
-from parallel.kernels.host_arrays import to_device
+from parallel.kernels.host_arrays import Int32Array, Int64Array, to_device
 from workers.decode_inputs import DecodeRun
 from workers.device_tables import DeviceTables
 from workers.plan import ScheduledSequence, StepPlan
@@ -75,11 +75,7 @@ class InputBuilder:
         sample_slots = slots_S[sampled_S]
 
         slot_mappings_GT = self._slots.slot_mappings(slots_T, positions_T)
-        if new_entries is None:
-            of_tables_int64, of_tables_int32 = [], [*self._slots.block_tables(slots_S, max(ends))]
-        else:
-            of_tables_int64 = [slots_S, new_entries.taken_slots, new_entries.places]
-            of_tables_int32 = [new_entries.blocks]
+        of_tables_int64, of_tables_int32 = self._arrays_of_tables(slots_S, max(ends), new_entries)
         sent_int64, sent_int32 = self._to_device(
             [
                 self._slots.tokens[slots_T, positions_T],
@@ -95,12 +91,8 @@ class InputBuilder:
         )
         token_ids, positions, sample_rows, fed_rows, fed_slots, sample_slots_device, *others = sent_int64
         slot_mappings = others[: len(slot_mappings_GT)]
-        query_starts_device, context_lens, *block_tables = sent_int32
-        if self._tables is not None:
-            slots_device, taken_slots, places = others[len(slot_mappings_GT) :]
-            (blocks,) = block_tables
-            self._tables.update(taken_slots=taken_slots, places=places, blocks=blocks)
-            block_tables = self._tables.take(slots_device, self._slots.num_entries(max(ends)))
+        query_starts_device, context_lens, *of_tables = sent_int32
+        block_tables = self._block_tables(others[len(slot_mappings_GT) :], of_tables, max(ends))
         metas = [
             AttentionMeta(
                 query_starts=query_starts_device,
@@ -129,6 +121,23 @@ class InputBuilder:
         if inputs.sample_rows is None and self._device.type == "cpu":
             self._decodes.begin(inputs, slots=slots, slots_S=slots_S, ends_S=ends_S)
         return inputs
+
+    def _arrays_of_tables(
+        self, slots_S: Int64Array, max_context_len: int, new_entries: NewEntries | None
+    ) -> tuple[list[Int64Array], list[Int32Array]]:
+        """Return what is sent for the block tables: these, or where they stay on the device, what changes in them."""
+        if new_entries is None:
+            return [], [*self._slots.block_tables(slots_S, max_context_len)]
+        return [slots_S, new_entries.taken_slots, new_entries.places], [new_entries.blocks]
+
+    def _block_tables(self, sent_int64: list[Tensor], sent_int32: list[Tensor], max_context_len: int) -> list[Tensor]:
+        """Return the table of each group of layers from what `_arrays_of_tables` said, which is on the device."""
+        if self._tables is None:
+            return sent_int32
+        slots, taken_slots, places = sent_int64
+        (blocks,) = sent_int32
+        self._tables.update(taken_slots=taken_slots, places=places, blocks=blocks)
+        return self._tables.take(slots, self._slots.num_entries(max_context_len))
 
     def _to_device(
         self, int64_arrays: list[npt.NDArray[np.integer]], int32_arrays: list[npt.NDArray[np.integer]]
