@@ -11,19 +11,18 @@ class DeviceTables:
     """Block tables that stay on the device, changed and read in the order in which that is asked for."""
 
     def __init__(self, *, num_slots: int, num_entries: int, num_groups: int, device: torch.device) -> None:
-        self._rows = torch.zeros(num_slots, num_entries * num_groups, dtype=torch.int32, device=device)
-        self._num_groups = num_groups
+        self._tables = torch.zeros(num_slots, num_entries, num_groups, dtype=torch.int32, device=device)
 
     def update(self, *, taken_slots: Tensor, places: Tensor, blocks: Tensor) -> None:
         """Note what a step changes, as `NewEntries` says."""
         if len(taken_slots):
-            self._rows.index_fill_(0, taken_slots, 0)
+            self._tables.index_fill_(0, taken_slots, 0)
         if len(blocks):
-            self._rows.view(-1).scatter_(0, places, blocks)
+            self._tables.view(-1).scatter_(0, places, blocks)
 
     def take(self, slots_S: Tensor, num_entries: int) -> list[Tensor]:
-        """Return the first entries [S, M] of these slots' tables, for each group of layers."""
-        rows = self._rows[:, : num_entries * self._num_groups].index_select(0, slots_S)
-        if self._num_groups == 1:
-            return [rows]
-        return list(rows.view(len(slots_S), num_entries, self._num_groups).permute(2, 0, 1).contiguous())
+        """Return the first entries [S, M] of these slots' tables, for each group of layers.
+
+        Each has memory of its own, which begins at a multiple of 16 bytes, as Triton's kernels want it (inputs.py).
+        """
+        return [table.index_select(0, slots_S) for table in self._tables[:, :num_entries].unbind(2)]

@@ -327,9 +327,10 @@ def test_a_step_goes_to_a_gpu_in_one_copy_whose_parts_begin_at_16_bytes(
         assert_equal(seen, expected)
         assert len(copied) == number
         assert all(meta.block_tables.is_contiguous() for meta in seen.metas)
-        own = {meta.block_tables.data_ptr() for meta in seen.metas}
+        tables = {meta.block_tables.data_ptr() for meta in seen.metas}
+        assert not any(place % 16 for place in tables)
         tensors = [*tensors_of(seen), *(tensor for meta in seen.metas for tensor in tensors_of(meta))]
-        for tensor in (tensor for tensor in tensors if tensor.data_ptr() not in own):
+        for tensor in (tensor for tensor in tensors if tensor.data_ptr() not in tables):
             offset = tensor.data_ptr() - copied[-1].data_ptr()
             assert 0 <= offset <= copied[-1].nbytes - tensor.nbytes
             assert offset % 16 == 0
