@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         string that is complete before `min_tokens` tokens does not count.
         """
         self._table = table
-        self._skips_special = skip_special_tokens
+        self._piece = table.shown_piece if skip_special_tokens else table.piece
         self._texts = table.texts(skips_special=skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_first = not any(map(self._piece, prompt_token_ids))
@@ -84,9 +84,6 @@ class IncrementalDetokenizer:
         if self.stop_string is not None:
             return ""
         return held + self._decoder.decode(b"", final=True)
-
-    def _piece(self, token_id: int) -> bytes:
-        return b"" if self._skips_special and self._table.is_special(token_id) else self._table.piece(token_id)
 
     def _decode(self, token_id: int) -> str:
         if self._is_plain and (known := self._texts[token_id]) is not None:

@@ -32,7 +32,7 @@ class TokenTable:
         self._convert, self._convert_first = _converters(_decoder_state(tokenizer))
         self._pieces: dict[int, bytes] = {}
         self._specials: dict[int, bool] = {}
-        self._texts = _Texts(self.piece), _Texts(self._shown_piece)
+        self._texts = _Texts(self.piece), _Texts(self.shown_piece)
 
     def piece(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to a text; nothing for an id that the tokenizer does not know."""
@@ -54,12 +54,13 @@ class TokenTable:
             special = self._specials[token_id] = self._tokenizer.id_to_token(token_id) in self._special
         return special
 
+    def shown_piece(self, token_id: int) -> bytes:
+        """Return the same as `piece` where special tokens are left out."""
+        return b"" if self.is_special(token_id) else self.piece(token_id)
+
     def texts(self, *, skips_special: bool) -> Mapping[int, str | None]:
         """Return what each token adds where a character has ended; None for one that is no whole characters itself."""
         return self._texts[skips_special]
-
-    def _shown_piece(self, token_id: int) -> bytes:
-        return b"" if self.is_special(token_id) else self.piece(token_id)
 
 
 class _Texts(dict[int, str | None]):
