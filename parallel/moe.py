@@ -91,11 +91,12 @@ class Experts:
         # where a part of each expert is here, the sum over the ranks has its bias once: from the first
         has_down_bias = moe.expert_bias and (context.expert_parallel or axis.rank == 0)
         self._weights: ExpertWeights | None = ExpertWeights(
-            into_XJE=context.empty(num_experts, 2 * num_inner, hidden_size),
-            down_XEI=context.empty(num_experts, hidden_size, num_inner),
+            into_XJE=context.empty(num_experts, 2 * num_inner, hidden_size, stays=True),
+            down_XEI=context.empty(num_experts, hidden_size, num_inner, stays=True),
             into_bias_XJ=context.empty(num_experts, 2 * num_inner) if moe.expert_bias else None,
             down_bias_XE=context.empty(num_experts, hidden_size) if has_down_bias else None,
-            activate=_activation(description, moe, context),
+            activate=_activate(description, moe, context),
+            activation=description.activation if moe.clamped_gate is None else None,
         )
         self._kernels = context.kernels
         self._packed: PackedExperts
@@ -162,7 +163,7 @@ class Experts:
         return ShardedParameter(tensor=tensor, pieces=tuple(pieces))
 
 
-def _activation(
+def _activate(
     description: DecoderDescription, moe: MoeDescription, context: LayerContext
 ) -> Callable[[Tensor], Tensor]:
     if moe.clamped_gate is not None:

@@ -137,6 +137,8 @@ class ExpertWeights:
     down_bias_XE: Tensor | None = None  # noqa: N815
     activate: Callable[[Tensor], Tensor]
     """[T, 2I] -> [T, I]; see `Kernels.gated`."""
+    activation: Activation | None = None
+    """That of `activate`, where this is it, and nothing else: gates are the first half of `into`."""
 
 
 class Kernels(Protocol):

@@ -24,6 +24,7 @@ from parallel.kernels.base import (
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.native.build import build_library
+from parallel.kernels.native.experts import NativeExperts, can_pack_experts
 from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import (
     LANES,
@@ -124,6 +125,8 @@ class NativeCpuKernels:
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
+        if self._programs is not None and can_pack_experts(weights):
+            return NativeExperts(weights, self._programs, self._num_threads)
         return self._torch.pack_experts(weights)
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:

@@ -4,6 +4,7 @@
 #include "draws.h"
 #include "edits.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "exports.h"
 #include "linear.h"
 #include "matrix.h"
@@ -155,6 +156,13 @@ EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_s
     TableSearch search(*table, {static_cast<const BFloat16*>(x), x_row_stride, num_rows}, num_threads);
     on_team(num_threads, TableSearch::SECTIONS, [&](Team& team) { search.run(team); });
     search.write();
+}
+
+EXPORT void weft_run_experts(void* out, const void* x, int64_t x_row_stride, const ExpertMatrices* matrices, const int64_t* experts,
+                             const float* weights, int64_t num_tokens, int64_t num_chosen, int num_threads) {
+    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, int(num_tokens)};
+    const ExpertProducts products(static_cast<BFloat16*>(out), left, *matrices, {experts, weights, num_tokens, num_chosen}, num_threads);
+    on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) { products.run(team); });
 }
 
 EXPORT void weft_run(const Operation* operations, int count, const Step* step) {

@@ -199,6 +199,20 @@ class Step(ctypes.Structure):
     )
 
 
+class ExpertMatrices(ctypes.Structure):
+    """The experts of a layer; `ExpertMatrices` of experts.h."""
+
+    _fields_ = (
+        ("into", c_void_p),
+        ("into_bias", c_void_p),
+        ("down", c_void_p),
+        ("down_bias", c_void_p),
+        ("num_experts", c_int64),
+        ("hidden_size", c_int32),
+        ("inner_size", c_int32),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Operations:
     """The kernels of one dtype. Arguments as in kernels.cpp: addresses, strides in elements, and the threads last."""
@@ -240,6 +254,8 @@ class Programs:
     """Computes the outputs that may be among the largest; None where there is no copy in 8 bits."""
     most_sifted_rows: int
     """Up to so many rows `sift_table` is worth while."""
+    run_experts: Callable[..., None]
+    """What the experts of a layer give for some tokens; see experts.h."""
     run: Callable[..., None]
     can_start: Callable[[int], bool]
     """Whether `start`, with so many threads, has another one than the caller's."""
@@ -294,6 +310,9 @@ def load_programs(library: Path) -> Programs | None:
             else None
         ),
         most_sifted_rows=loaded.weft_most_sifted_rows(),
+        run_experts=_function(
+            loaded, "weft_run_experts", (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, c_int64, c_int64, c_int)
+        ),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),
         start=_function(loaded, "weft_start", (c_void_p, c_int, c_void_p), c_void_p),

@@ -191,33 +191,47 @@ inline int64_t scratch_size(int64_t num_rows, int num_in) {
 
 constexpr int MULTIPLY_SECTIONS = 2;  // of a team, at most
 
+// How long sums are made of rows that are packed, or not.
+inline Parts parts_of(bool is_packed, int num_in) {
+    const int num_steps = num_in / STEP;
+    return is_packed && may_use_tiles() ? Parts::of(num_steps) : Parts::whole(num_steps);
+}
+
 #ifdef WEFT_HAS_AMX
 
-// Left: packed where there are many rows.
+// What a thread does of a product: share after share. Left: packed where there are many rows.
 template <bool IS_GATED, class Result>
-void multiply_by_tiles(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
-    const bool is_streamed = result.is_streamed(left.count);
-    const Products<typename Result::Value> products{matrix};
-    const Parts parts = left.is_packed ? Parts::of(products.num_steps()) : Parts::whole(products.num_steps());
-    int last_row = -1;  // that this thread has read
-    const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
-        const auto out = result.share(row, rows, begin, end);
-        if (left.is_packed) {
-            const char* values = reinterpret_cast<const char*>(left.x + int64_t(row) * matrix.num_in);
-            const LeftBlocks blocks{values, row, rows, row == last_row && !parts.are_many()};
-            multiply_many_rows<IS_GATED>(out, blocks, products, parts, begin, end, following, is_streamed);
-            last_row = row;
+class SharesByTiles {
+  public:
+    SharesByTiles(const Result& result, const LeftRows& left, const PackedMatrix& matrix)
+        : result_(result), left_(left), products_{matrix}, is_streamed_(result.is_streamed(left.count)) {}
+
+    void operator()(Share share, int64_t following) {
+        const auto [row, rows, begin, end] = share;
+        const auto out = result_.share(row, rows, begin, end);
+        if (left_.is_packed) {
+            const Parts parts = parts_of(true, products_.matrix.num_in);
+            const char* values = reinterpret_cast<const char*>(left_.x + int64_t(row) * products_.matrix.num_in);
+            const LeftBlocks blocks{values, row, rows, row == last_row_ && !parts.are_many()};
+            multiply_many_rows<IS_GATED>(out, blocks, products_, parts, begin, end, following, is_streamed_);
+            last_row_ = row;
         } else {
             for (int first = row; first < row + rows; first += ROWS) {
-                const char* values = reinterpret_cast<const char*>(left.x + first * left.stride);
-                const LeftTiles tiles{values, left.stride * int64_t(sizeof(BFloat16)), 64, std::min(row + rows - first, ROWS)};
-                multiply_few_rows<IS_GATED>(out, first, tiles, products, begin, end, following);
+                const char* values = reinterpret_cast<const char*>(left_.x + first * left_.stride);
+                const LeftTiles tiles{values, left_.stride * int64_t(sizeof(BFloat16)), 64, std::min(row + rows - first, ROWS)};
+                multiply_few_rows<IS_GATED>(out, first, tiles, products_, begin, end, following);
             }
         }
-        result.finish(out, rows, end);
-    };
-    for_each_share(left.count, parts, result.num_out, team, work);
-}
+        result_.finish(out, rows, end);
+    }
+
+  private:
+    const Result result_;
+    const LeftRows left_;
+    const Products<typename Result::Value> products_;
+    const bool is_streamed_;
+    int last_row_ = -1;  // that this thread has read
+};
 
 #endif
 
@@ -254,19 +268,26 @@ class RowsOfShares {
     std::vector<LeftVectors> parts_;
 };
 
+// The same without tiles.
 template <bool IS_GATED, class Result>
-void multiply_by_vectors(const Result& result, LeftRows left, const PackedMatrix& matrix, Team& team) {
-    const bool is_streamed = result.is_streamed(left.count);
-    const Products<typename Result::Value> products{matrix};
-    RowsOfShares rows_of_shares(left, matrix.num_in);
-    const auto work = [&](int row, int rows, int64_t begin, int64_t end, int64_t following) {
-        const auto out = result.share(row, rows, begin, end);
-        const auto& parts = rows_of_shares.parts_of(row, rows);
-        multiply_parts_by_vectors<IS_GATED>(out, row, parts, products, begin, end, following, is_streamed);
-        result.finish(out, rows, end);
-    };
-    for_each_share(left.count, Parts::whole(products.num_steps()), result.num_out, team, work);
-}
+class SharesByVectors {
+  public:
+    SharesByVectors(const Result& result, const LeftRows& left, const PackedMatrix& matrix)
+        : result_(result), rows_(left, matrix.num_in), products_{matrix}, is_streamed_(result.is_streamed(left.count)) {}
+
+    void operator()(Share share, int64_t following) {
+        const auto [row, rows, begin, end] = share;
+        const auto out = result_.share(row, rows, begin, end);
+        multiply_parts_by_vectors<IS_GATED>(out, row, rows_.parts_of(row, rows), products_, begin, end, following, is_streamed_);
+        result_.finish(out, rows, end);
+    }
+
+  private:
+    const Result result_;
+    RowsOfShares rows_;
+    const Products<typename Result::Value> products_;
+    const bool is_streamed_;
+};
 
 // result[row, o] = x[row] . weight[o] + bias[o], sums in float32. Gated: silu(gate) * up of such a product whose outputs are the
 // gates, and as many that they gate; half of them a multiple of PANEL. The same bits as one after the other. Left: packed, or it
@@ -277,10 +298,14 @@ void multiply(const Result& result, LeftRows left, const PackedMatrix& matrix, B
         pack_left(scratch, left, matrix.num_in, team);
         left = {scratch, matrix.num_in, left.count, true};
     }
+    const auto share_out = [&](auto multiply_share) {
+        const auto work = [&](Share share, int64_t following) { multiply_share(share, following); };
+        for_each_share(left.count, parts_of(left.is_packed, matrix.num_in), result.num_out, team, work);
+    };
 #ifdef WEFT_HAS_AMX
-    if (may_use_tiles()) return multiply_by_tiles<IS_GATED>(result, left, matrix, team);
+    if (may_use_tiles()) return share_out(SharesByTiles<IS_GATED, Result>(result, left, matrix));
 #endif
-    multiply_by_vectors<IS_GATED>(result, left, matrix, team);
+    share_out(SharesByVectors<IS_GATED, Result>(result, left, matrix));
 }
 
 }  // namespace weft

@@ -171,7 +171,8 @@ void multiply_by_tiles(const Result& result, const Left& left, const Matrix<T>& 
     const bool are_few = left.num_rows <= Left::ROWS;
     const Parts parts = are_few ? Parts::whole(left.num_steps) : Parts::of(left.num_steps);
     int last_row = -1;  // that this thread has read
-    const auto work = [=, &last_row](int row, int rows, int64_t begin, int64_t end, int64_t following) {
+    const auto work = [=, &last_row](Share share, int64_t following) {
+        const auto [row, rows, begin, end] = share;
         const auto out = result.share(row, rows, begin, end);
         const char* values = reinterpret_cast<const char*>(left.row(row));
         if (are_few) {
@@ -198,14 +199,15 @@ void multiply(const Result& result, const Left& left, const Matrix<T>& matrix, T
     const bool is_streamed = result.is_streamed(left.num_rows);
     const Products<T> products{matrix, left.scales, true};
     std::vector<LeftVectors> parts;
-    const auto work = [&](int row, int rows, int64_t begin, int64_t end, int64_t following) {
-        const auto out = result.share(row, rows, begin, end);
+    const auto work = [&](Share share, int64_t following) {
+        const auto out = result.share(share.row, share.rows, share.begin, share.end);
         parts.clear();
-        for_each_part(rows, [&](int first, int count) {
-            parts.push_back({reinterpret_cast<const char*>(left.row(row + first)), Left::ROW_BYTES, left.step_stride(), count});
+        for_each_part(share.rows, [&](int first, int count) {
+            const char* row = reinterpret_cast<const char*>(left.row(share.row + first));
+            parts.push_back({row, Left::ROW_BYTES, left.step_stride(), count});
         });
-        multiply_parts_by_vectors<IS_GATED>(out, row, parts, products, begin, end, following, is_streamed);
-        result.finish(out, rows, end);
+        multiply_parts_by_vectors<IS_GATED>(out, share.row, parts, products, share.begin, share.end, following, is_streamed);
+        result.finish(out, share.rows, share.end);
     };
     for_each_share(left.num_rows, Parts::whole(left.num_steps), result.num_out, team, work);
 }

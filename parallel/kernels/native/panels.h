@@ -49,12 +49,18 @@ struct Parts {
     bool are_many() const { return size < num_steps; }
 };
 
+// Rows times panels [begin, end) of a result.
+struct Share {
+    int row, rows;
+    int64_t begin, end;
+};
+
 // How a product is shared out: runs of rows times runs of panels of the result.
 struct Shares {
-    int most_rows;
+    int num_rows, most_rows;
     int64_t panels, run, panel_runs, count;
 
-    Shares(int num_rows, Parts parts, int64_t num_out, int num_threads) {
+    Shares(int num_rows, Parts parts, int64_t num_out, int num_threads) : num_rows(num_rows) {
 #ifdef WEFT_HAS_AMX
         constexpr int64_t CACHED = 1024 * 1024;  // of a part of x stays near a core while panels pass
 #else
@@ -71,19 +77,22 @@ struct Shares {
         panel_runs = divide_up(panels, run);
         count = divide_up(num_rows, most_rows) * panel_runs;
     }
+
+    // The first panel of an item; of one past the last, as if rows went on.
+    int64_t begin(int64_t item) const { return item % panel_runs * run; }
+
+    Share share(int64_t item) const {
+        const int row = int(item / panel_runs) * most_rows;
+        return {row, std::min(most_rows, num_rows - row), begin(item), std::min(panels, begin(item) + run)};
+    }
 };
 
-// Calls work(first row, rows, first panel, panels' end, likely first panel of the same thread's next share) for each share.
+// Calls work(share, likely first panel of the same thread's next share) for each share.
 template <class Work>
 void for_each_share(int num_rows, Parts parts, int64_t num_out, Team& team, const Work& work) {
     if (!num_rows) return;
     const Shares shares(num_rows, parts, num_out, team.size());
-    team.for_each(shares.count, [&](int64_t item) {
-        const int row = int(item / shares.panel_runs) * shares.most_rows;
-        const int64_t begin = item % shares.panel_runs * shares.run;
-        const int64_t following = (item + team.size()) % shares.panel_runs * shares.run;
-        work(row, std::min(shares.most_rows, num_rows - row), begin, std::min(shares.panels, begin + shares.run), following);
-    });
+    team.for_each(shares.count, [&](int64_t item) { work(shares.share(item), shares.begin(item + team.size())); });
 }
 
 // The outputs of a panel, of which there may be fewer.

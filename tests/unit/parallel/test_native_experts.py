@@ -1,0 +1,129 @@
+"""Experts as one call of the compiled library: what the reference means, and bits that nothing else in a step changes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel.description import Activation
+from parallel.kernels.base import ExpertWeights
+from parallel.kernels.cpu_experts import CpuExperts
+from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.native.experts import NativeExperts
+from parallel.kernels.native.library import Programs, load_programs
+from parallel.kernels.reference import ReferenceExperts, ReferenceKernels
+
+TOLERANCE = 2e-2
+"""Of bfloat16, as in test_kernels_cpu.py."""
+
+
+@pytest.fixture(scope="module")
+def programs(library: Path) -> Programs:
+    return load_programs(library) or pytest.skip("this CPU has no packed products")
+
+
+def _weights(
+    num_experts: int = 5,
+    hidden: int = 64,
+    inner: int = 96,
+    *,
+    has_bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    activation: Activation = Activation.SILU,
+) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(num_experts)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    return ExpertWeights(
+        into_XJE=random(num_experts, 2 * inner, hidden),
+        down_XEI=random(num_experts, hidden, inner),
+        into_bias_XJ=random(num_experts, 2 * inner) if has_bias else None,
+        down_bias_XE=random(num_experts, hidden) if has_bias else None,
+        activate=ReferenceKernels().gated(activation),
+        activation=activation,
+    )
+
+
+def _choose(num_tokens: int, num_ids: int, num_chosen: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(num_ids, generator=generator)[:num_chosen] for _ in range(num_tokens)])
+    return ids, torch.rand(num_tokens, num_chosen, generator=generator)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_tokens=st.sampled_from([1, 2, 5, 33, 70, 300]),
+    num_chosen=st.integers(1, 4),
+    first=st.integers(-4, 0),
+    num_others=st.integers(0, 9),
+    num_experts=st.sampled_from([1, 5, 40]),
+    hidden=st.sampled_from([32, 64, 288]),
+    inner=st.sampled_from([32, 96, 1312]),
+    has_bias=st.booleans(),
+    num_threads=st.sampled_from([1, 2, 5]),
+)
+def test_they_equal_the_reference(
+    programs: Programs,
+    num_tokens: int,
+    num_chosen: int,
+    first: int,
+    num_others: int,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    has_bias: bool,
+    num_threads: int,
+) -> None:
+    """Ids from `first` on: as on a rank with some of the experts, those of other ranks are below and above."""
+    sizes = {"num_experts": num_experts, "hidden": hidden, "inner": inner, "has_bias": has_bias}
+    ids, scale = _choose(num_tokens, num_experts + num_others, min(num_chosen, num_experts + num_others))
+    x = torch.randn(num_tokens, 2 * hidden, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :hidden]
+    expected = ReferenceExperts(_weights(**sizes))(x, ids + first, scale)
+    actual = NativeExperts(_weights(**sizes), programs, num_threads)(x, ids + first, scale)
+    torch.testing.assert_close(
+        actual, expected, rtol=TOLERANCE, atol=TOLERANCE * max(1.0, float(expected.abs().max()))
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [2, 40, 400])
+def test_a_token_has_the_bits_that_it_has_alone_on_any_number_of_threads(programs: Programs, num_tokens: int) -> None:
+    """Runs of few rows and of many, which are packed."""
+    ids, scale = _choose(num_tokens, 5, 2)
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    results = [NativeExperts(_weights(), programs, num_threads)(x, ids, scale) for num_threads in (1, 2, 5)]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    experts = NativeExperts(_weights(), programs, 2)
+    for token in (0, num_tokens // 2, num_tokens - 1):
+        row = slice(token, token + 1)
+        assert torch.equal(experts(x[row], ids[row], scale[row]), results[0][row])
+        assert torch.equal(experts(x[row], ids[row].flip(1), scale[row].flip(1)), results[0][row])
+
+
+def test_experts_of_other_ranks_add_nothing(programs: Programs) -> None:
+    experts = NativeExperts(_weights(has_bias=True), programs, 2)
+    for num_tokens in (1, 4):
+        ids = torch.tensor([[-1, 5, -7]]).expand(num_tokens, 3)
+        result = experts(torch.randn(num_tokens, 64).bfloat16(), ids, torch.ones(num_tokens, 3))
+        assert torch.equal(result, torch.zeros(num_tokens, 64))
+
+
+@pytest.mark.parametrize(
+    ("weights", "is_native"),
+    [
+        (_weights(), True),
+        (_weights(inner=48), False),
+        (_weights(hidden=48), False),
+        (_weights(dtype=torch.float32), False),
+        (_weights(activation=Activation.GELU), False),
+    ],
+    ids=["whole", "inner-48", "hidden-48", "float32", "gelu"],
+)
+def test_what_they_do_not_take_is_torchs(weights: ExpertWeights, is_native: bool, programs: Programs) -> None:
+    kernels = NativeCpuKernels({}, programs, 2)
+    assert isinstance(kernels.pack_experts(weights), NativeExperts if is_native else CpuExperts)
