@@ -55,6 +55,12 @@ class Router:
         if self._choice_bias_X is not None:
             yield replicated(f"{prefix}.choice_bias", self._choice_bias_X)
 
+    @property
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """[X, E] and the bias [X], until `finish_loading`."""
+        assert self._weight_XE is not None, "weights are gone after finish_loading"
+        return self._weight_XE, self._bias_X
+
     def finish_loading(self) -> None:
         """Hand weight and bias to the kernels."""
         assert self._weight_XE is not None, "finish_loading is called once"

@@ -13,7 +13,7 @@ from parallel.activation import clamped_gate
 from parallel.collectives import all_reduce
 from parallel.description import DecoderDescription, MoeDescription
 from parallel.expert_router import Router
-from parallel.kernels.base import ExpertWeights, PackedExperts, PackedLinear
+from parallel.kernels.base import ExpertWeights, PackedExperts, PackedLinear, RoutingExperts
 from parallel.layer import LayerContext
 from parallel.mlp import MLP
 from parallel.shard import Piece, ShardedParameter, expert_ranges, replicated
@@ -33,7 +33,7 @@ class MoE:
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, E] -> [T, E], complete on every rank of the axis."""
-        y_TE = self._experts(x_TE, *self._router(x_TE))
+        y_TE = self._experts(x_TE, self._router)
         if self._shared is not None:
             y_TE += self._shared(x_TE)
         return all_reduce(y_TE, self._axis)
@@ -47,8 +47,8 @@ class MoE:
 
     def finish_loading(self) -> None:
         """Lay the matrices out."""
+        self._experts.finish_loading(self._router)
         self._router.finish_loading()
-        self._experts.finish_loading()
         if self._shared is not None:
             self._shared.finish_loading()
 
@@ -100,9 +100,13 @@ class Experts:
         )
         self._kernels = context.kernels
         self._packed: PackedExperts
+        self._route: Callable[[Tensor], Tensor] | None = None
 
-    def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        """[T, E] and each token's experts (of the whole layer) and their weights -> [T, E], this rank's summand."""
+    def __call__(self, x_TE: Tensor, router: Router) -> Tensor:
+        """[T, E] -> [T, E], this rank's summand of what the experts give that the router chooses."""
+        if self._route is not None:
+            return self._route(x_TE)
+        experts_TC, weights_TC = router(x_TE)  # of the whole layer
         if self._ids.start:
             experts_TC = experts_TC - self._ids.start
         return self._packed(x_TE, experts_TC, weights_TC)
@@ -128,10 +132,12 @@ class Experts:
             if weights.down_bias_XE is not None:
                 yield replicated(f"{name}.down.bias", weights.down_bias_XE[row])
 
-    def finish_loading(self) -> None:
-        """Hand all experts to the kernels."""
+    def finish_loading(self, router: Router) -> None:
+        """Hand all experts to the kernels, before the router's weight."""
         assert self._weights is not None, "finish_loading is called once"
         self._packed = self._kernels.pack_experts(self._weights)
+        if isinstance(self._packed, RoutingExperts):
+            self._route = self._packed.routed_by(self._moe, *router.weights)
         self._weights = None
 
     def _into(self, name: str, leaf: str, tensor: Tensor) -> ShardedParameter:

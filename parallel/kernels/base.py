@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from parallel.description import Activation
+from parallel.description import Activation, MoeDescription
 from parallel.kernels.host_arrays import Int32Array
 from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
 from parallel.kernels.sampling import Draws, Edits, NoiseArray
@@ -453,4 +453,17 @@ class PackedExperts(Protocol):
         The sum is made in float32 and rounded to the dtype of x once. Ids (int64) of no expert here, those outside
         0 .. X - 1, add nothing; weights are float32. On an accelerator nothing waits for the device to learn how many
         tokens each expert has.
+        """
+
+
+@runtime_checkable
+class RoutingExperts(PackedExperts, Protocol):
+    """Experts that may choose for themselves."""
+
+    def routed_by(
+        self, moe: MoeDescription, weight_XE: Tensor, bias_X: Tensor | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return [T, E] -> [T, E]: the same for the experts that a router with this weight chooses.
+
+        None: the caller chooses.
         """

@@ -126,7 +126,7 @@ class NativeCpuKernels:
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
         if self._programs is not None and can_pack_experts(weights):
-            return NativeExperts(weights, self._programs, self._num_threads)
+            return NativeExperts(weights, self._programs, self._recorder, self._num_threads)
         return self._torch.pack_experts(weights)
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:

@@ -26,40 +26,64 @@ struct ExpertMatrices {
     int32_t hidden_size, inner_size;  // E and I, multiples of PANEL
 };
 
-struct ChosenExperts {
-    const int64_t* experts;  // [tokens, chosen]; others than 0 .. X - 1 add nothing
-    const float* weights;
-    int64_t num_tokens, num_chosen;
+// How a router chooses among as many experts from a logit of each.
+struct ExpertChoice {
+    int32_t num_chosen;
+    int32_t is_softmax_of_chosen;  // else of all
+    int32_t is_normalized;         // the weights of a token are divided by their sum
+    float multiplier;              // of weights
 };
+
+struct ExpertLayer {
+    ExpertMatrices matrices;
+    ExpertChoice choice;
+};
+
+// The experts of a token, of equal ones the first, and their weights. Where a logit is NaN, all weights are.
+inline void choose_experts(int64_t* experts, float* weights, const BFloat16* logits, int64_t num_experts, const ExpertChoice& choice) {
+    static thread_local Buffer<float> buffer;
+    float* const left = buffer.room(size_t(num_experts));  // of which none is chosen yet
+    float most = -INFINITY, of_all = 0, of_chosen = 0;
+    for (int64_t i = 0; i < num_experts; i++) most = std::max(most, left[i] = to_float(logits[i]));
+    for (int64_t i = 0; i < num_experts; i++) of_all += std::exp(left[i] - most);
+    for (int c = 0; c < choice.num_chosen; c++) {
+        const int64_t best = std::max_element(left, left + num_experts) - left;
+        experts[c] = best;
+        of_chosen += weights[c] = std::exp(left[best] - most) + (of_all - of_all);
+        left[best] = -INFINITY;
+    }
+    float scale = choice.multiplier / (choice.is_softmax_of_chosen ? of_chosen : of_all);
+    if (choice.is_normalized) scale = choice.multiplier / of_chosen;
+    for (int c = 0; c < choice.num_chosen; c++) weights[c] *= scale;
+}
 
 class ExpertProducts {
   public:
-    static constexpr int SECTIONS = 4;
+    static constexpr int SECTIONS = 6;
 
-    ExpertProducts(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, const ChosenExperts& chosen, int num_threads)
-        : out_(out), x_(x), hidden_size_(matrices.hidden_size), num_chosen_(chosen.num_chosen), summands_(chosen.num_tokens * chosen.num_chosen), num_summands_(chosen.num_tokens) {
-        sort(matrices, chosen);
-        static thread_local Buffer<BFloat16> buffers[3];
-        int64_t num_rows = 0;
-        for (const Run& run : runs_) num_rows = std::max(num_rows, run.first_row + run.room());
-        const int64_t inner_size = matrices.inner_size;
-        rows_ = buffers[0].room(size_t(num_rows * hidden_size_));
-        BFloat16* const inner = buffers[1].room(size_t(num_rows * inner_size));
-        results_ = buffers[2].room(size_t(num_rows * hidden_size_));
-        const auto* into_bias = static_cast<const BFloat16*>(matrices.into_bias);
-        const auto* down_bias = static_cast<const BFloat16*>(matrices.down_bias);
-        for (const Run& run : runs_) {
-            const auto matrix = [&](const void* all, const BFloat16* bias, int64_t num_out, int64_t num_in) {
-                const auto* values = static_cast<const BFloat16*>(all) + run.expert * num_out * num_in;
-                return PackedMatrix{values, bias ? bias + run.expert * num_out : nullptr, num_out, int(num_in)};
-            };
-            const LeftRows left = gathers() ? LeftRows{rows_ + run.first_row * hidden_size_, hidden_size_, run.count, run.is_packed} : x_;
-            const Target<BFloat16> to_inner{inner + run.first_row * inner_size, inner_size, run.is_packed};
-            const LeftRows of_inner{to_inner.values, inner_size, run.count, run.is_packed};
-            const Target<BFloat16> to_results{results_ + run.first_row * hidden_size_, hidden_size_};
-            into_.add(to_inner, left, matrix(matrices.into, into_bias, 2 * inner_size, hidden_size_), num_threads);
-            down_.add(to_results, of_inner, matrix(matrices.down, down_bias, hidden_size_, inner_size), num_threads);
-        }
+    // Values of scratch memory for any choice.
+    static int64_t scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
+        return most_rows(num_tokens, num_chosen, matrices) * (matrices.hidden_size + matrices.inner_size);
+    }
+
+    ExpertProducts(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, BFloat16* scratch, int num_threads)
+        : out_(out), x_(x), matrices_(matrices), num_chosen_(num_chosen), num_threads_(num_threads), rows_(scratch),
+          inner_(scratch + most_rows(x.count, num_chosen, matrices) * matrices.hidden_size), experts_(size_t(x.count * num_chosen)),
+          weights_(experts_.size()), summands_(experts_.size()), num_summands_(size_t(x.count)) {}
+
+    // Of all tokens [tokens, chosen]. Experts other than 0 .. X - 1 add nothing.
+    void set_chosen(const int64_t* experts, const float* weights) {
+        sort(experts, weights);
+        for (const Run& run : runs_) add_products(run);
+    }
+
+    // Logits: [tokens, X].
+    void choose(const BFloat16* logits, int64_t stride, const ExpertChoice& choice, Team& team) {
+        team.for_each(divide_up(x_.count, TOGETHER), [=](int64_t item) {
+            for (int64_t token = item * TOGETHER; token < std::min<int64_t>(x_.count, (item + 1) * TOGETHER); token++)
+                choose_experts(&experts_[token * num_chosen_], &weights_[token * num_chosen_], logits + token * stride, matrices_.num_experts, choice);
+        });
+        team.for_each(1, [=](int64_t) { set_chosen(experts_.data(), weights_.data()); });
     }
 
     void run(Team& team) const {
@@ -141,21 +165,26 @@ class ExpertProducts {
         int64_t num_shares_ = 0;
     };
 
+    // Rows of all experts together: runs that are packed have whole blocks.
+    static int64_t most_rows(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
+        const int64_t num_pairs = num_tokens * num_chosen;
+        return num_pairs + (ROWS - 1) * std::min(matrices.num_experts, num_pairs);
+    }
+
     // One token is read where it is.
-    bool gathers() const { return num_summands_.size() > 1; }
+    bool gathers() const { return x_.count > 1; }
 
     // Each token's summands are in the order of their experts, so that its bits do not depend on other tokens.
-    void sort(const ExpertMatrices& matrices, const ChosenExperts& chosen) {
-        const int64_t num_experts = matrices.num_experts, num_pairs = chosen.num_tokens * chosen.num_chosen;
-        const auto is_here = [=](int64_t expert) { return expert >= 0 && expert < num_experts; };
+    void sort(const int64_t* experts, const float* weights) {
+        const int64_t num_experts = matrices_.num_experts, num_pairs = x_.count * num_chosen_;
+        const auto is_here = [=](int64_t pair) { return experts[pair] >= 0 && experts[pair] < num_experts; };
         std::vector<int64_t> ends(size_t(num_experts) + 1);
-        for (int64_t i = 0; i < num_pairs; i++)
-            if (is_here(chosen.experts[i])) ends[chosen.experts[i] + 1]++;
+        for (int64_t pair = 0; pair < num_pairs; pair++)
+            if (is_here(pair)) ends[experts[pair] + 1]++;
         std::partial_sum(ends.begin(), ends.end(), ends.begin());
-        std::vector<int64_t> sorted(size_t(ends.back()));
-        std::vector<int64_t> next(ends.begin(), ends.end() - 1);
-        for (int64_t i = 0; i < num_pairs; i++)
-            if (is_here(chosen.experts[i])) sorted[next[chosen.experts[i]]++] = i;
+        std::vector<int64_t> sorted(size_t(ends.back())), next(ends.begin(), ends.end() - 1);
+        for (int64_t pair = 0; pair < num_pairs; pair++)
+            if (is_here(pair)) sorted[next[experts[pair]]++] = pair;
         pairs_.reserve(sorted.size());
         int64_t first_row = 0;
         for (int64_t expert = 0; expert < num_experts; expert++) {
@@ -165,49 +194,71 @@ class ExpertProducts {
             for (int row = 0; row < count; row++) {
                 const int64_t pair = sorted[run.first_pair + row], token = pair / num_chosen_;
                 pairs_.push_back({token, int64_t(runs_.size())});
-                summands_[token * num_chosen_ + num_summands_[token]++] = {first_row + row, chosen.weights[pair]};
+                summands_[token * num_chosen_ + num_summands_[token]++] = {first_row + row, weights[pair]};
             }
             runs_.push_back(run);
             first_row += run.room();
         }
     }
 
+    void add_products(const Run& run) {
+        const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
+        const auto matrix = [&](const void* values, const void* bias, int64_t num_out, int64_t num_in) {
+            const auto* of_all = static_cast<const BFloat16*>(bias);
+            return PackedMatrix{static_cast<const BFloat16*>(values) + run.expert * num_out * num_in,
+                                of_all ? of_all + run.expert * num_out : nullptr, num_out, int(num_in)};
+        };
+        BFloat16* const rows = rows_ + run.first_row * hidden_size;
+        const Target<BFloat16> inner{inner_ + run.first_row * inner_size, inner_size, run.is_packed};
+        const LeftRows left = gathers() ? LeftRows{rows, hidden_size, run.count, run.is_packed} : x_;
+        into_.add(inner, left, matrix(matrices_.into, matrices_.into_bias, 2 * inner_size, hidden_size), num_threads_);
+        const LeftRows of_inner{inner.values, inner_size, run.count, run.is_packed};
+        down_.add({rows, hidden_size}, of_inner, matrix(matrices_.down, matrices_.down_bias, hidden_size, inner_size), num_threads_);
+    }
+
     void gather(Team& team) const {
-        constexpr int64_t TOGETHER = 16;
-        team.for_each(divide_up(int64_t(pairs_.size()), TOGETHER), [=](int64_t item) {
-            for (int64_t i = item * TOGETHER; i < std::min(int64_t(pairs_.size()), (item + 1) * TOGETHER); i++) {
+        const int64_t num_pairs = int64_t(pairs_.size()), hidden_size = matrices_.hidden_size;
+        team.for_each(divide_up(num_pairs, TOGETHER), [=](int64_t item) {
+            for (int64_t i = item * TOGETHER; i < std::min(num_pairs, (item + 1) * TOGETHER); i++) {
                 const Run& run = runs_[pairs_[i].run];
-                const Target<BFloat16> to{rows_ + run.first_row * hidden_size_, hidden_size_, run.is_packed};
+                const Target<BFloat16> to{rows_ + run.first_row * hidden_size, hidden_size, run.is_packed};
                 const BFloat16* from = x_.x + pairs_[i].token * x_.stride;
-                for (int64_t panel = 0; panel < hidden_size_ / PANEL; panel++)
+                for (int64_t panel = 0; panel < hidden_size / PANEL; panel++)
                     std::copy_n(from + panel * PANEL, PANEL, to.at(i - run.first_pair, panel));
             }
         });
     }
 
     void add_up(Team& team) const {
-        team.for_each(int64_t(num_summands_.size()), [=](int64_t token) {
+        const int64_t hidden_size = matrices_.hidden_size;
+        team.for_each(x_.count, [=](int64_t token) {
             const Summand* const first = summands_.data() + token * num_chosen_;
-            for (int64_t column = 0; column < hidden_size_; column += PANEL) {
+            for (int64_t column = 0; column < hidden_size; column += PANEL) {
                 Floats sums[2] = {};
                 for (const Summand* summand = first; summand < first + num_summands_[token]; summand++) {
-                    const BFloat16* row = results_ + summand->row * hidden_size_ + column;
+                    const BFloat16* row = rows_ + summand->row * hidden_size + column;
                     sums[0] += broadcast(summand->weight) * load(row);
                     sums[1] += broadcast(summand->weight) * load(row + LANES);
                 }
-                store_two(out_ + token * hidden_size_ + column, sums[0], sums[1], false);
+                store_two(out_ + token * hidden_size + column, sums[0], sums[1], false);
             }
         });
     }
 
+    static constexpr int64_t TOGETHER = 16;  // tokens, or rows
     BFloat16* const out_;
     const LeftRows x_;
-    const int64_t hidden_size_, num_chosen_;
+    const ExpertMatrices matrices_;
+    const int64_t num_chosen_;
+    const int num_threads_;
+    BFloat16* const rows_;  // of x, and later of results: a row's result takes its place
+    BFloat16* const inner_;
+    std::vector<int64_t> experts_;       // [tokens, chosen], where they are chosen here
+    std::vector<float> weights_;
     std::vector<Summand> summands_;      // [tokens, chosen], of which each token has
     std::vector<int64_t> num_summands_;  // so many
     std::vector<Run> runs_;
     std::vector<Pair> pairs_;  // sorted by expert
-    BFloat16 *rows_, *results_;
     Products into_, down_;
 };
 

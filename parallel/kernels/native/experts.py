@@ -1,14 +1,18 @@
 """Experts whose matrices are laid out for the compiled products; a layer's are one call of the library (experts.h)."""
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from parallel.description import Activation
+from parallel.description import Activation, MoeDescription, RouterScore
+from parallel.host_memory import HugePages
 from parallel.kernels.base import ExpertWeights
-from parallel.kernels.native.library import ExpertMatrices, Programs
-from parallel.kernels.native.packed_linear import PANEL
+from parallel.kernels.native.library import LANES, ExpertChoice, ExpertLayer, ExpertMatrices, Programs
+from parallel.kernels.native.packed_linear import PANEL, NativeLinear, in_rows
+from parallel.kernels.native.tape import Recorder, Tape
 
 
 def can_pack_experts(weights: ExpertWeights) -> bool:
@@ -21,11 +25,12 @@ def can_pack_experts(weights: ExpertWeights) -> bool:
 
 
 class NativeExperts:
-    """Implements `PackedExperts`; the weights are laid out where they are."""
+    """Implements `RoutingExperts`; the weights are laid out where they are."""
 
-    def __init__(self, weights: ExpertWeights, programs: Programs, num_threads: int) -> None:
+    def __init__(self, weights: ExpertWeights, programs: Programs, recorder: Recorder, num_threads: int) -> None:
         self._weights = weights
-        self._run = programs.run_experts
+        self._programs = programs
+        self._recorder = recorder
         self._num_threads = num_threads
         for weight in (weights.into_XJE, weights.down_XEI):
             num_experts, num_out, num_in = weight.shape
@@ -43,14 +48,52 @@ class NativeExperts:
 
     def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
         """See `PackedExperts`."""
-        x_TE = x_TE if x_TE.stride(1) == 1 else x_TE.contiguous()
-        experts_TC, weights_TC = experts_TC.contiguous(), weights_TC.contiguous()
+        x_TE, experts_TC, weights_TC = in_rows(x_TE), experts_TC.contiguous(), weights_TC.contiguous()
         out_TE = x_TE.new_empty(x_TE.shape)
-        self._run(
-            *(out_TE.data_ptr(), x_TE.data_ptr(), x_TE.stride(0), ctypes.byref(self._matrices)),
-            *(experts_TC.data_ptr(), weights_TC.data_ptr(), *experts_TC.shape, self._num_threads),
+        self._programs.run_experts(
+            *(out_TE.data_ptr(), x_TE.data_ptr(), x_TE.stride(0), len(x_TE), experts_TC.data_ptr()),
+            *(weights_TC.data_ptr(), experts_TC.shape[1], ctypes.byref(self._matrices), self._num_threads),
         )
         return out_TE
+
+    def routed_by(
+        self, moe: MoeDescription, weight_XE: Tensor, bias_X: Tensor | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """See `RoutingExperts`; where all experts are here, and their logits alone say which."""
+        is_plain = moe.num_chosen_groups == moe.num_groups and not moe.choice_bias
+        if moe.score is RouterScore.SIGMOID or not is_plain or moe.num_experts != self._matrices.num_experts:
+            return None
+        choice = ExpertChoice(
+            num_chosen=moe.num_chosen,
+            is_softmax_of_chosen=moe.score is RouterScore.SOFTMAX_OF_CHOSEN,
+            is_normalized=moe.is_normalized,
+            multiplier=moe.weight_multiplier,
+        )
+        router = NativeLinear(
+            _in_whole_lanes(weight_XE),
+            None if bias_X is None else _in_whole_lanes(bias_X),
+            self._programs,
+            self._recorder,
+            self._num_threads,
+            memory=HugePages(),
+        )
+        return partial(self._route, router, ExpertLayer(matrices=self._matrices, choice=choice))
+
+    def _route(self, router: NativeLinear, layer: ExpertLayer, x_TE: Tensor) -> Tensor:
+        x_TE = in_rows(x_TE)
+        logits_TX = router(x_TE)
+        out_TE = x_TE.new_empty(x_TE.shape)
+        self._programs.choose_and_run_experts(
+            *(out_TE.data_ptr(), x_TE.data_ptr(), x_TE.stride(0), len(x_TE)),
+            *(logits_TX.data_ptr(), logits_TX.stride(0), ctypes.byref(layer), self._num_threads),
+        )
+        self._recorder.note(Tape.experts, out_TE, x_TE, logits_TX, layer)
+        return out_TE
+
+
+def _in_whole_lanes(x: Tensor) -> Tensor:
+    """Return a copy with zeros after its rows, so that the compiled products take it."""
+    return torch.cat([x, x.new_zeros(-len(x) % LANES, *x.shape[1:])])
 
 
 def _address(tensor: Tensor | None) -> int | None:

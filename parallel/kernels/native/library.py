@@ -84,6 +84,7 @@ class Kind(IntEnum):
     MULTIPLY_GATED = 6
     MULTIPLY_INT8 = 7
     MULTIPLY_GATED_INT8 = 8
+    EXPERTS = 9
 
 
 class Operation(ctypes.Structure):
@@ -213,6 +214,23 @@ class ExpertMatrices(ctypes.Structure):
     )
 
 
+class ExpertChoice(ctypes.Structure):
+    """How a router chooses; `ExpertChoice` of experts.h."""
+
+    _fields_ = (
+        ("num_chosen", c_int32),
+        ("is_softmax_of_chosen", c_int32),
+        ("is_normalized", c_int32),
+        ("multiplier", c_float),
+    )
+
+
+class ExpertLayer(ctypes.Structure):
+    """Experts and how they are chosen."""
+
+    _fields_ = (("matrices", ExpertMatrices), ("choice", ExpertChoice))
+
+
 @dataclass(frozen=True, slots=True)
 class Operations:
     """The kernels of one dtype. Arguments as in kernels.cpp: addresses, strides in elements, and the threads last."""
@@ -256,6 +274,8 @@ class Programs:
     """Up to so many rows `sift_table` is worth while."""
     run_experts: Callable[..., None]
     """What the experts of a layer give for some tokens; see experts.h."""
+    choose_and_run_experts: Callable[..., None]
+    """The same of experts that are chosen by their logits."""
     run: Callable[..., None]
     can_start: Callable[[int], bool]
     """Whether `start`, with so many threads, has another one than the caller's."""
@@ -311,7 +331,14 @@ def load_programs(library: Path) -> Programs | None:
         ),
         most_sifted_rows=loaded.weft_most_sifted_rows(),
         run_experts=_function(
-            loaded, "weft_run_experts", (c_void_p, c_void_p, c_int64, *(c_void_p,) * 3, c_int64, c_int64, c_int)
+            loaded,
+            "weft_run_experts",
+            (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int),
+        ),
+        choose_and_run_experts=_function(
+            loaded,
+            "weft_choose_and_run_experts",
+            (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_void_p, c_int),
         ),
         run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
         can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),

@@ -65,7 +65,7 @@ class NativeLinear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
-        x_TI = _in_rows(x_TI)
+        x_TI = in_rows(x_TI)
         out_TO = x_TI.new_empty(len(x_TI), self._num_out)
         self._multiply(
             *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._packed.data_ptr()),
@@ -77,7 +77,7 @@ class NativeLinear:
 
     def largest(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
         """See `SearchedLinear`."""
-        x_TI = _in_rows(x_TI)
+        x_TI = in_rows(x_TI)
         values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
         self._largest(
             *(values_T.data_ptr(), indices_T.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI)),
@@ -109,7 +109,7 @@ class NativeTable:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
-        x_TI = _in_rows(x_TI)
+        x_TI = in_rows(x_TI)
         out_TO = x_TI.new_empty(len(x_TI), self._num_out, dtype=torch.float32)
         self._programs.multiply_float32(
             *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._weight_OI.data_ptr(), None),
@@ -123,7 +123,7 @@ class NativeTable:
 
     def drawn(self, x_TI: Tensor, search: Search, first_token: int) -> tuple[Tensor, Tensor]:
         """See `DrawnLinear`."""
-        x_TI = _in_rows(x_TI)
+        x_TI = in_rows(x_TI)
         values_T, indices_T = torch.empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
         table = self.to_search(values_T, indices_T)
         table.ask(search.noise, search.edits, first_token)
@@ -143,7 +143,7 @@ class NativeTable:
     def sifted(self, x_TI: Tensor, sift: Sift, first_token: int) -> Tensor:
         """See `SiftedLinear`."""
         assert self._programs.sift_table is not None, "can_sift"
-        x_TI = _in_rows(x_TI)
+        x_TI = in_rows(x_TI)
         out_TO = torch.empty(len(x_TI), self._num_out, dtype=torch.float32)
         table = self._to_read()
         table.ask(sift.noise, sift.edits, first_token)
@@ -188,5 +188,6 @@ class NativeTable:
         return rows_TI
 
 
-def _in_rows(x_TI: Tensor) -> Tensor:
+def in_rows(x_TI: Tensor) -> Tensor:
+    """Return it so that the columns of a row follow each other."""
     return x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()

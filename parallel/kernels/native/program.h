@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "cache_int8.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "matrix.h"
 #include "matrix_int8.h"
 #include "table_search.h"
@@ -27,17 +28,17 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, SILU_MUL, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8 };
+enum class Kind : int32_t { RMS_NORM, ROTARY, SILU_MUL, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS };
 
 struct Operation {
     Kind kind;
     int32_t index;      // the layer of a cache, or the angles of a rotation
-    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE
+    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS
     Place out;
     int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
     int32_t flag;                // weight is float32; pairs are interleaved
     float eps;
-    const void* weight;          // of a norm, or a matrix as packed
+    const void* weight;          // of a norm, a matrix as packed, or an ExpertLayer
     const void* bias;
     int64_t weight_stride;       // between the weights of heads
     int32_t num_in, num_out;     // of a matrix
@@ -108,23 +109,29 @@ class Program {
             }
         if (step.num_kept >= 0) find_kept();
         find_packed();
+        place_experts();
         const Place searched{step.searched, 0};
         const int num_rows = int(step.num_kept < 0 ? step.num_tokens : step.num_kept);
         if (step.table && num_rows > 0) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), num_rows}, step.num_threads);
     }
 
-    int num_sections() const { return 2 + count_ * MULTIPLY_SECTIONS + TableSearch::SECTIONS; }
+    int num_sections() const {
+        return 2 + count_ * MULTIPLY_SECTIONS + int(experts_.size()) * ExpertProducts::SECTIONS + TableSearch::SECTIONS;
+    }
 
-    void run(Team& team) const {
+    void run(Team& team) {
         if (step_.embedding) look_up(*step_.embedding, team);
-        int num_attentions = 0;
+        int num_attentions = 0, num_experts = 0;
         for (int i = 0; i < count_; i++) {
             if (i == num_whole_) {
                 if (step_.num_kept == 0) return;
                 keep(team);
             }
             AttentionPlan* plan = operations_[i].kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
-            run(i, plan, team);
+            if (operations_[i].kind == Kind::EXPERTS)
+                run_experts(operations_[i], experts_[num_experts++], team);
+            else
+                run(i, plan, team);
         }
         if (search_) search_->run(team);
     }
@@ -148,6 +155,27 @@ class Program {
             unpack_rows(x, embedding.token_ids, step_.num_tokens, {values, nullptr, embedding.num_rows, width}, team);
         else
             copy_rows(x, embedding.token_ids, step_.num_tokens, values, embedding.num_rows, width, team);
+    }
+
+    // Each operation has its own: a thread may still look at those of the one before.
+    void place_experts() {
+        static thread_local Buffer<BFloat16> scratch;
+        int64_t most = 0;
+        const auto layer = [](const Operation& o) { return static_cast<const ExpertLayer*>(o.weight); };
+        for (int i = 0; i < count_; i++)
+            if (operations_[i].kind == Kind::EXPERTS)
+                most = std::max(most, ExpertProducts::scratch_size(step_.num_tokens, layer(operations_[i])->choice.num_chosen, layer(operations_[i])->matrices));
+        BFloat16* const room = scratch.room(size_t(most));
+        for (int i = 0; i < count_; i++) {
+            const Operation& o = operations_[i];
+            if (o.kind == Kind::EXPERTS)
+                experts_.emplace_back(at(o.out), LeftRows{at(o.in), stride(o.in), int(num_tokens(i))}, layer(o)->matrices, layer(o)->choice.num_chosen, room, step_.num_threads);
+        }
+    }
+
+    void run_experts(const Operation& o, ExpertProducts& products, Team& team) const {
+        products.choose(at(o.second), stride(o.second), static_cast<const ExpertLayer*>(o.weight)->choice, team);
+        products.run(team);
     }
 
     int64_t num_tokens(int index) const { return index < num_whole_ ? step_.num_tokens : step_.num_kept; }
@@ -246,6 +274,8 @@ class Program {
                 if (o.kind == Kind::MULTIPLY) return weft::multiply<false>(out(), left, matrix, other, team);
                 return weft::multiply<true>(out(), left, matrix, other, team);
             }
+            case Kind::EXPERTS:  // run_experts
+                return;
 #ifdef WEFT_HAS_INT8
             case Kind::MULTIPLY_INT8:
                 return multiply_int8<false>(o, num_tokens(index), team);
@@ -276,6 +306,7 @@ class Program {
     std::deque<AttentionPlan> plans_;
     std::map<std::pair<const StepLayout*, int>, AttentionPlan*> plan_of_;
     std::vector<AttentionPlan*> plans_in_order_;
+    std::deque<ExpertProducts> experts_;  // of each such operation
     std::unique_ptr<TableSearch> search_;
 };
 
@@ -292,7 +323,7 @@ class StartedProgram {
 
   private:
     const Step step_;
-    const Program<BFloat16> program_;
+    Program<BFloat16> program_;
     StartedTeam team_;  // the last one: it begins at once
 };
 

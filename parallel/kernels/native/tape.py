@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.kernels.base import LayerCache
-from parallel.kernels.native.library import Kind, LayerParams, Operation, Place
+from parallel.kernels.native.library import ExpertLayer, Kind, LayerParams, Operation, Place
 
 _NONE = Place(buffer=-1, column=0)
 _HARMLESS = frozenset(
@@ -120,6 +120,11 @@ class Tape:
     def multiply_int8(self, out_TO: Tensor, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> None:
         """A product in 8 bits."""
         self._multiply(Kind.MULTIPLY_INT8, out_TO, x_TI, packed, bias_O)
+
+    def experts(self, out_TE: Tensor, x_TE: Tensor, logits_TX: Tensor, layer: ExpertLayer) -> None:
+        """Experts that are chosen by their logits, which may be fewer than those; `layer` is kept by the caller."""
+        places = {"input": self.read(x_TE), "second": self.read(logits_TX), "output": self.write(out_TE)}
+        self._add(Kind.EXPERTS, **places, weight=addressof(layer))
 
     def _multiply(self, kind: Kind, out_TO: Tensor, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> None:
         self._kept += [packed, bias_O]

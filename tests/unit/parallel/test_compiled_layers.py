@@ -47,6 +47,16 @@ COMPILED = {
     "qwen3": {"model_type": "qwen3", "head_dim": 64},
     "mistral": {"model_type": "mistral", "sliding_window": 40},
     "tied": {"tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 64,
+        "num_experts": 48,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "long-sums": {"hidden_size": 1408, "head_dim": 32, "intermediate_size": 2848, "num_hidden_layers": 1},
 }
 STEPS = [[(200, 200), (33, 300), (2, 18)], [(1, 301), (1, 19), (1, 700)], [(1, 5), (64, 64)], [(1, 1)], [(90, 600)]]
@@ -199,7 +209,7 @@ def _in_half(meta: AttentionMeta, half: int) -> AttentionMeta:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02], ids=["soon", "late"])
 @pytest.mark.parametrize("num_threads", [2, 3])
-@pytest.mark.parametrize("name", ["llama", "tied", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "tied", "mistral", "mixtral"])
 def test_layers_begun_by_other_threads_give_the_same_bits(
     name: str, num_threads: int, delay_s: float, tmp_path: Path
 ) -> None:

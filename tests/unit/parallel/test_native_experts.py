@@ -1,19 +1,24 @@
-"""Experts as one call of the compiled library: what the reference means, and bits that nothing else in a step changes."""
+"""Experts as one call of the compiled library: they mean what the reference means, whatever else is in a step."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
-from parallel.description import Activation
+from parallel.description import Activation, MoeDescription, RouterScore
+from parallel.expert_router import choose_experts
 from parallel.kernels.base import ExpertWeights
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.native.experts import NativeExperts
 from parallel.kernels.native.library import Programs, load_programs
+from parallel.kernels.native.tape import Recorder
 from parallel.kernels.reference import ReferenceExperts, ReferenceKernels
 
 TOLERANCE = 2e-2
@@ -84,10 +89,8 @@ def test_they_equal_the_reference(
     ids, scale = _choose(num_tokens, num_experts + num_others, min(num_chosen, num_experts + num_others))
     x = torch.randn(num_tokens, 2 * hidden, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :hidden]
     expected = ReferenceExperts(_weights(**sizes))(x, ids + first, scale)
-    actual = NativeExperts(_weights(**sizes), programs, num_threads)(x, ids + first, scale)
-    torch.testing.assert_close(
-        actual, expected, rtol=TOLERANCE, atol=TOLERANCE * max(1.0, float(expected.abs().max()))
-    )
+    actual = NativeExperts(_weights(**sizes), programs, Recorder(), num_threads)(x, ids + first, scale)
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE * max(1.0, float(expected.abs().max())))
 
 
 @pytest.mark.parametrize("num_tokens", [2, 40, 400])
@@ -95,10 +98,10 @@ def test_a_token_has_the_bits_that_it_has_alone_on_any_number_of_threads(program
     """Runs of few rows and of many, which are packed."""
     ids, scale = _choose(num_tokens, 5, 2)
     x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    results = [NativeExperts(_weights(), programs, num_threads)(x, ids, scale) for num_threads in (1, 2, 5)]
+    results = [NativeExperts(_weights(), programs, Recorder(), num_threads)(x, ids, scale) for num_threads in (1, 2, 5)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-    experts = NativeExperts(_weights(), programs, 2)
+    experts = NativeExperts(_weights(), programs, Recorder(), 2)
     for token in (0, num_tokens // 2, num_tokens - 1):
         row = slice(token, token + 1)
         assert torch.equal(experts(x[row], ids[row], scale[row]), results[0][row])
@@ -106,11 +109,66 @@ def test_a_token_has_the_bits_that_it_has_alone_on_any_number_of_threads(program
 
 
 def test_experts_of_other_ranks_add_nothing(programs: Programs) -> None:
-    experts = NativeExperts(_weights(has_bias=True), programs, 2)
+    experts = NativeExperts(_weights(has_bias=True), programs, Recorder(), 2)
     for num_tokens in (1, 4):
         ids = torch.tensor([[-1, 5, -7]]).expand(num_tokens, 3)
         result = experts(torch.randn(num_tokens, 64).bfloat16(), ids, torch.ones(num_tokens, 3))
         assert torch.equal(result, torch.zeros(num_tokens, 64))
+
+
+def _moe(**fields: Any) -> MoeDescription:
+    return MoeDescription(num_experts=40, num_chosen=3, intermediate_size=96, **fields)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 90])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "moe",
+    [
+        _moe(),
+        _moe(is_normalized=True),
+        _moe(score=RouterScore.SOFTMAX_OF_CHOSEN),
+        _moe(weight_multiplier=2.5),
+    ],
+    ids=["softmax", "normalized", "softmax-of-chosen", "multiplied"],
+)
+def test_they_choose_as_the_router_does(
+    moe: MoeDescription, has_bias: bool, num_tokens: int, programs: Programs
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    router_XE = torch.randn(40, 64, generator=generator).mul_(0.2).bfloat16()
+    bias_X = torch.randn(40, generator=generator).bfloat16() if has_bias else None
+    x = torch.randn(num_tokens, 64, generator=generator).bfloat16()
+    experts = NativeExperts(_weights(40), programs, Recorder(), 2)
+    route = experts.routed_by(moe, router_XE, bias_X)
+    assert route is not None
+    logits = F.linear(x.float(), router_XE.float(), None if bias_X is None else bias_X.float()).bfloat16()
+    torch.testing.assert_close(route(x), experts(x, *choose_experts(moe, logits)), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_token_whose_logits_are_no_numbers_has_none_and_others_have(programs: Programs) -> None:
+    route = NativeExperts(_weights(40), programs, Recorder(), 2).routed_by(_moe(), torch.ones(40, 64).bfloat16(), None)
+    assert route is not None
+    x = torch.ones(3, 64).bfloat16()
+    x[1, 5] = torch.nan
+    result = route(x)
+    assert result[1].isnan().all()
+    assert result[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        _moe(score=RouterScore.SIGMOID),
+        _moe(choice_bias=True),
+        _moe(num_groups=4, num_chosen_groups=2),
+        replace(_moe(), num_experts=80),
+    ],
+    ids=["sigmoid", "choice-bias", "groups", "some-of-them"],
+)
+def test_what_they_do_not_choose_is_chosen_before(moe: MoeDescription, programs: Programs) -> None:
+    experts = NativeExperts(_weights(40), programs, Recorder(), 2)
+    assert experts.routed_by(moe, torch.zeros(moe.num_experts, 64).bfloat16(), None) is None
 
 
 @pytest.mark.parametrize(
