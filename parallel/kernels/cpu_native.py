@@ -169,17 +169,30 @@ class NativeCpuKernels:
 
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `Kernels.gated`."""
-        return self.silu_mul if activation is Activation.SILU else self._torch.gated(activation)
+        match activation:
+            case Activation.SILU:
+                return self.silu_mul
+            case Activation.GELU_TANH:
+                return self._gelu_tanh_mul
+            case _:
+                return self._torch.gated(activation)
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
+        return self._gate(gate_up_T2I, Activation.SILU)
+
+    def _gelu_tanh_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        return self._gate(gate_up_T2I, Activation.GELU_TANH)
+
+    def _gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
         operations = self._operations.get(gate_up_T2I.dtype)
         if operations is None or not gate_up_T2I.is_contiguous():
-            return self._torch.silu_mul(gate_up_T2I)
+            return self._torch.gated(activation)(gate_up_T2I)
+        is_gelu_tanh = activation is Activation.GELU_TANH
         num_rows, size = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
         out_TI = gate_up_T2I.new_empty(num_rows, size)
-        operations.silu_mul(out_TI.data_ptr(), gate_up_T2I.data_ptr(), num_rows, size, self._num_threads)
-        self._recorder.note(Tape.silu_mul, out_TI, gate_up_T2I)
+        operations.gate(out_TI.data_ptr(), gate_up_T2I.data_ptr(), num_rows, size, is_gelu_tanh, self._num_threads)
+        self._recorder.note(Tape.gate, out_TI, gate_up_T2I, is_gelu_tanh=is_gelu_tanh)
         return out_TI
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:

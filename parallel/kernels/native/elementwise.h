@@ -61,18 +61,28 @@ void rms_norm(const Target<T>& out, const T* x, Rows rows, T* residual, const W*
     });
 }
 
-// out = silu(first half) * second half.
-template <class T>
-void silu_mul(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& team) {
+// What the sigmoid of GELU by tanh is of, arXiv:1606.08415: 0.5 (1 + tanh y) is the sigmoid of 2 y.
+template <class Number>
+inline Number of_gelu_tanh(Number x) {
+    return x * (x * x * (2 * 0.7978845608f * 0.044715f) + 2 * 0.7978845608f);
+}
+
+// out = activation(first half) * second half.
+template <bool IS_GELU_TANH, class T>
+void gate(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& team) {
+    const auto of_sigmoid = [](auto x) { return IS_GELU_TANH ? of_gelu_tanh(x) : x; };
     for_each_run_of_rows(num_rows, 2 * size, team, [=](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
             const T *gate = gate_up + row * 2 * size, *up = gate + size;
             T* to = out + row * size;
             int64_t i = 0;
-            for (; i + LANES <= size; i += LANES) store(to + i, silu<T>(load(gate + i)) * load(up + i));
+            for (; i + LANES <= size; i += LANES) {
+                const Floats x = load(gate + i);
+                store(to + i, times_sigmoid<T>(x, of_sigmoid(x)) * load(up + i));
+            }
             for (; i < size; i++) {
                 const float x = to_float(gate[i]);
-                put(to + i, x / (1.0f + exponential(-x)) * to_float(up[i]));
+                put(to + i, x / (1.0f + exponential(-of_sigmoid(x))) * to_float(up[i]));
             }
         }
     });

@@ -44,9 +44,11 @@ using namespace weft;
                 rms_norm(to, from, rows, sum, static_cast<const T*>(weight), weight_stride, eps, team);                 \
         });                                                                                                             \
     }                                                                                                                   \
-    EXPORT void weft_silu_mul_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int num_threads) { \
+    EXPORT void weft_gate_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int is_gelu_tanh,      \
+                                 int num_threads) {                                                                     \
         on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {                                     \
-            silu_mul(static_cast<T*>(out), static_cast<const T*>(gate_up), num_rows, size, team);                       \
+            const auto run = is_gelu_tanh ? gate<true, T> : gate<false, T>;                                             \
+            run(static_cast<T*>(out), static_cast<const T*>(gate_up), num_rows, size, team);                            \
         });                                                                                                             \
     }                                                                                                                   \
     EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads,            \

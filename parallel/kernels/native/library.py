@@ -27,7 +27,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "multiply_rows": (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int),
     "largest_of_rows": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int),
     "rms_norm": (c_void_p, c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_float, c_int),
-    "silu_mul": (c_void_p, c_void_p, c_int64, c_int64, c_int),
+    "gate": (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
     "rotary": (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_int),
     "write_cache": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int),
     "write_cache_int8": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, *(c_int64,) * 4, c_int),
@@ -77,7 +77,7 @@ class Kind(IntEnum):
 
     RMS_NORM = 0
     ROTARY = 1
-    SILU_MUL = 2
+    GATE = 2
     WRITE_CACHE = 3
     ATTENTION = 4
     MULTIPLY = 5
@@ -245,7 +245,8 @@ class Operations:
     """Whether the CPU has them for rows of this size, of 8 bits or not: then all kernels here are the fastest there
     are, and the bits of a row depend on nothing else in the step."""
     rms_norm: Callable[..., None]
-    silu_mul: Callable[..., None]
+    gate: Callable[..., None]
+    """The activation of the first half times the second; SiLU, or GELU by tanh."""
     rotary: Callable[..., None]
     write_cache: Callable[..., None]
     write_cache_int8: Callable[..., None]

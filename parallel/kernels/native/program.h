@@ -28,7 +28,7 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, SILU_MUL, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS };
+enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS };
 
 struct Operation {
     Kind kind;
@@ -36,7 +36,7 @@ struct Operation {
     Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS
     Place out;
     int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
-    int32_t flag;                // weight is float32; pairs are interleaved
+    int32_t flag;                // weight is float32; pairs are interleaved; GATE is by GELU
     float eps;
     const void* weight;          // of a norm, a matrix as packed, or an ExpertLayer
     const void* bias;
@@ -248,8 +248,8 @@ class Program {
                 return rotary(at(o.in), stride(o.in), num_tokens(index), o.num_heads, o.size, angles.cos, angles.sin,
                               angles.half, angles.positions, bool(o.flag), team);
             }
-            case Kind::SILU_MUL:
-                return silu_mul(at(o.out), at(o.in), num_tokens(index), o.size, team);
+            case Kind::GATE:
+                return (o.flag ? gate<true, T> : gate<false, T>)(at(o.out), at(o.in), num_tokens(index), o.size, team);
             case Kind::WRITE_CACHE: {
                 const LayerStep& layer = step_.layers[o.index];
                 const auto& [layout, slots] = *layer.group;

@@ -298,7 +298,8 @@ def _fuse_gates(tape: Tape) -> list[Operation]:
         if (
             last is not None
             and last.kind in _GATED
-            and operation.kind == Kind.SILU_MUL
+            and operation.kind == Kind.GATE
+            and not operation.flag
             and last.output.buffer == operation.input.buffer
             and readers[last.output.buffer] == 1
             and last.num_out % (2 * PANEL) == 0

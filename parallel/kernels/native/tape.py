@@ -96,9 +96,10 @@ class Tape:
         _, num_heads, head_dim = x_TNH.shape
         self._add(Kind.ROTARY, input=place, index=index, num_heads=num_heads, size=head_dim, flag=is_interleaved)
 
-    def silu_mul(self, out_TI: Tensor, gate_up_T2I: Tensor) -> None:
+    def gate(self, out_TI: Tensor, gate_up_T2I: Tensor, *, is_gelu_tanh: bool) -> None:
         """Note the gated activation; both tensors are dense."""
-        self._add(Kind.SILU_MUL, input=self.read(gate_up_T2I), output=self.write(out_TI), size=out_TI.shape[1])
+        places = {"input": self.read(gate_up_T2I), "output": self.write(out_TI)}
+        self._add(Kind.GATE, **places, size=out_TI.shape[1], flag=is_gelu_tanh)
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache) -> None:
         """Note that keys and values are written to the cache of one of the layers."""

@@ -181,15 +181,20 @@ inline Floats power_of_two(Floats x) {
 }
 #endif
 
-// x / (1 + e^-x), as finely as T asks for.
+// x / (1 + e^-y), as finely as T asks for.
+template <class T>
+inline Floats times_sigmoid(Floats x, Floats y) {
+#if defined(WEFT_HAS_AVX512)
+    if (sizeof(T) == 2) return x * (Floats)_mm512_rcp14_ps((__m512)(power_of_two(y * -1.44269504f) + 1.0f));  // to 7e-5 of it
+#elif defined(WEFT_HAS_PAIRS)
+    if (sizeof(T) == 2) return x / (power_of_two(y * -1.44269504f) + 1.0f);
+#endif
+    return x / (1.0f + exponential(-y));
+}
+
 template <class T>
 inline Floats silu(Floats x) {
-#if defined(WEFT_HAS_AVX512)
-    if (sizeof(T) == 2) return x * (Floats)_mm512_rcp14_ps((__m512)(power_of_two(x * -1.44269504f) + 1.0f));  // to 7e-5 of it
-#elif defined(WEFT_HAS_PAIRS)
-    if (sizeof(T) == 2) return x / (power_of_two(x * -1.44269504f) + 1.0f);
-#endif
-    return x / (1.0f + exponential(-x));
+    return times_sigmoid<T>(x, x);
 }
 
 inline float exponential(float x) {

@@ -46,6 +46,7 @@ COMPILED = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 64},
     "mistral": {"model_type": "mistral", "sliding_window": 40},
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
     "tied": {"tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3-moe": {

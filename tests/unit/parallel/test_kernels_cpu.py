@@ -185,9 +185,11 @@ def test_rms_norm_takes_a_float32_weight(kernels: Kernels, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", Activation)
-def test_gated_equals_reference(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
+@pytest.mark.parametrize("size", [48, 41])
+def test_gated_equals_reference(kernels: Kernels, dtype: torch.dtype, activation: Activation, size: int) -> None:
     torch.manual_seed(4)
-    gate_up = torch.randn(7, 2 * 48).to(dtype)
+    gate_up = torch.randn(7, 2 * size).to(dtype)
+    gate_up[0, :6] = torch.tensor([30.0, -30.0, 300.0, -300.0, 3e4, -3e4])
     expected = ReferenceKernels().gated(activation)(gate_up.clone())
     assert_close(kernels.gated(activation)(gate_up.clone()), expected)
 
