@@ -254,7 +254,8 @@ def chat(
 def make_model(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
     preset: Annotated[
-        str | None, typer.Option(help="tiny, 110m, 1b, 8b, qwen2.5-0.5b or tiny-moe; the flags below change it.")
+        str | None,
+        typer.Option(help="tiny, 110m, 1b, 8b, qwen2.5-0.5b, qwen3-moe-0.5b or tiny-moe; the flags below change it."),
     ] = None,
     family: Annotated[str | None, typer.Option(help="llama, mistral, qwen2, mixtral, ...")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,

@@ -173,7 +173,9 @@ class OfflineFlags:
 
     model: Annotated[
         str,
-        typer.Option(help="llama-110m, qwen2.5-0.5b or llama3-8b (random weights, made once), a folder, or a hub id."),
+        typer.Option(
+            help="llama-110m, qwen2.5-0.5b, qwen3-moe-0.5b or llama3-8b (random weights, made once), a folder, a hub id."
+        ),
     ] = "llama-110m"
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto"
     quantization: Annotated[str, typer.Option(help="none, or int8: linear layers in 8 bits.")] = "none"

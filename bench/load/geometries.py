@@ -13,7 +13,12 @@ from bench.errors import BenchError
 from cluster.make_model import make_model
 from cluster.models import resolve_model
 
-GEOMETRIES: Mapping[str, str] = {"llama-110m": "110m", "qwen2.5-0.5b": "qwen2.5-0.5b", "llama3-8b": "8b"}
+GEOMETRIES: Mapping[str, str] = {
+    "llama-110m": "110m",
+    "qwen2.5-0.5b": "qwen2.5-0.5b",
+    "qwen3-moe-0.5b": "qwen3-moe-0.5b",
+    "llama3-8b": "8b",
+}
 """Names that `--model` takes, and their presets of `weft make-model`."""
 
 STORED_DTYPE = "bfloat16"

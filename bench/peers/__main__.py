@@ -49,7 +49,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("bench.peers", __doc__)
     peers = [name for name in PEERS if name != WEFT]
     parser.add_argument(
-        "--geometry", default="llama-110m", help="llama-110m, qwen2.5-0.5b, llama3-8b, or a model's folder"
+        "--geometry",
+        default="llama-110m",
+        help="llama-110m, qwen2.5-0.5b, qwen3-moe-0.5b, llama3-8b, or a model's folder",
     )
     parser.add_argument("--dtype", choices=list(SMALL_GAP), default="bfloat16", help="what all engines compute in")
     parser.add_argument(
