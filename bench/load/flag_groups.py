@@ -174,7 +174,7 @@ class OfflineFlags:
     model: Annotated[
         str,
         typer.Option(
-            help="llama-110m, qwen2.5-0.5b, qwen3-moe-0.5b or llama3-8b (random weights, made once), a folder, a hub id."
+            help="llama-110m, qwen2.5-0.5b, qwen3-moe-0.5b or llama3-8b (random weights), a folder, or a hub id."
         ),
     ] = "llama-110m"
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto"
