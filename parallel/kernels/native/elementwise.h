@@ -61,6 +61,18 @@ void rms_norm(const Target<T>& out, const T* x, Rows rows, T* residual, const W*
     });
 }
 
+// Rows of `size` columns, in place.
+template <class T>
+void scale(T* x, int64_t row_stride, int64_t num_rows, int64_t size, float factor, Team& team) {
+    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            T* to = x + row * row_stride;
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * factor);
+        }
+    });
+}
+
 // What the sigmoid of GELU by tanh is of, arXiv:1606.08415: 0.5 (1 + tanh y) is the sigmoid of 2 y.
 template <class Number>
 inline Number of_gelu_tanh(Number x) {

@@ -85,6 +85,7 @@ class Kind(IntEnum):
     MULTIPLY_INT8 = 7
     MULTIPLY_GATED_INT8 = 8
     EXPERTS = 9
+    SCALE = 10
 
 
 class Operation(ctypes.Structure):

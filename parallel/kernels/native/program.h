@@ -28,7 +28,7 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS };
+enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE };
 
 struct Operation {
     Kind kind;
@@ -37,7 +37,7 @@ struct Operation {
     Place out;
     int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
     int32_t flag;                // weight is float32; pairs are interleaved; GATE is by GELU
-    float eps;
+    float eps;                   // of a norm, or the factor of SCALE
     const void* weight;          // of a norm, a matrix as packed, or an ExpertLayer
     const void* bias;
     int64_t weight_stride;       // between the weights of heads
@@ -250,6 +250,8 @@ class Program {
             }
             case Kind::GATE:
                 return (o.flag ? gate<true, T> : gate<false, T>)(at(o.out), at(o.in), num_tokens(index), o.size, team);
+            case Kind::SCALE:
+                return scale(at(o.in), stride(o.in), num_tokens(index), o.size, o.eps, team);
             case Kind::WRITE_CACHE: {
                 const LayerStep& layer = step_.layers[o.index];
                 const auto& [layout, slots] = *layer.group;

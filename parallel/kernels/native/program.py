@@ -84,7 +84,7 @@ class CompiledLayers:
         self._is_tried = True
         self._recorder.tape = tape = Tape(x_TE, angles, caches)
         try:
-            with OnlyKernels(tape):
+            with OnlyKernels(self._recorder, tape):
                 outputs = self._run(x_TE, angles, caches, metas)
         finally:
             self._recorder.tape = None

@@ -101,6 +101,10 @@ class Tape:
         places = {"input": self.read(gate_up_T2I), "output": self.write(out_TI)}
         self._add(Kind.GATE, **places, size=out_TI.shape[1], flag=is_gelu_tanh)
 
+    def scale(self, x: Tensor, factor: float) -> None:
+        """Note that a tensor is multiplied in place."""
+        self._add(Kind.SCALE, input=self.read(x), size=x.shape[1:].numel(), eps=factor)
+
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache) -> None:
         """Note that keys and values are written to the cache of one of the layers."""
         _, num_heads, head_dim = k_TKH.shape
@@ -167,10 +171,11 @@ class Recorder:
 
 
 class OnlyKernels(TorchDispatchMode):
-    """While this is entered, whatever torch computes by itself spoils the tape."""
+    """While this is entered, whatever torch computes by itself spoils the tape, but for products with a number."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, recorder: Recorder, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
         self._tape = tape
 
     @classmethod
@@ -180,7 +185,9 @@ class OnlyKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; its name is why there is no program, unless it computes nothing."""
-        if func._schema.name not in _HARMLESS and self._tape.failure is None:
+        if func is torch.ops.aten.mul_.Tensor and isinstance(args[1], float):
+            self._recorder.note(Tape.scale, *args)
+        elif func._schema.name not in _HARMLESS and self._tape.failure is None:
             self._tape.failure = f"{func._schema.name} between the kernels"
         return func(*args, **(kwargs or {}))
 
