@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel.description import Activation, MoeDescription, RouterScore
 from parallel.host_memory import HugePages
 from parallel.kernels.base import ExpertWeights
-from parallel.kernels.native.library import LANES, ExpertChoice, ExpertLayer, ExpertMatrices, Programs
+from parallel.kernels.native.library import ExpertChoice, ExpertLayer, ExpertMatrices, Programs
 from parallel.kernels.native.packed_linear import PANEL, NativeLinear, in_rows
 from parallel.kernels.native.tape import Recorder, Tape
 
@@ -70,8 +70,8 @@ class NativeExperts:
             multiplier=moe.weight_multiplier,
         )
         router = NativeLinear(
-            _in_whole_lanes(weight_XE),
-            None if bias_X is None else _in_whole_lanes(bias_X),
+            _in_whole_panels(weight_XE),
+            None if bias_X is None else _in_whole_panels(bias_X),
             self._programs,
             self._recorder,
             self._num_threads,
@@ -91,9 +91,9 @@ class NativeExperts:
         return out_TE
 
 
-def _in_whole_lanes(x: Tensor) -> Tensor:
-    """Return a copy with zeros after its rows, so that the compiled products take it."""
-    return torch.cat([x, x.new_zeros(-len(x) % LANES, *x.shape[1:])])
+def _in_whole_panels(x: Tensor) -> Tensor:
+    """Return a copy with zeros after its rows, so that the compiled products take it, and lay it out where it is."""
+    return torch.cat([x, x.new_zeros(-len(x) % PANEL, *x.shape[1:])])
 
 
 def _address(tensor: Tensor | None) -> int | None:
