@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from parallel.activation import activation_function
 from parallel.description import Activation, DecoderDescription
 from parallel.layer import LayerContext
 from parallel.linear import ColumnParallelLinear, PartialRowParallelLinear, RowParallelLinear, even_parts
@@ -31,10 +30,8 @@ class MLP:
             inner_size, hidden_size, has_bias=description.mlp_bias, context=context, what="intermediate_size"
         )
         self._is_swiglu = description.is_mlp_gated and description.activation is Activation.SILU
-        if description.is_mlp_gated:
-            self._activate = context.kernels.gated(description.activation)
-        else:
-            self._activate = activation_function(description.activation)
+        kernels = context.kernels
+        self._activate = (kernels.gated if description.is_mlp_gated else kernels.activated)(description.activation)
         self._into_activated: Callable[[Tensor], Tensor] = lambda x_TE: self._activate(self._into(x_TE))
 
     def __call__(self, x_TE: Tensor) -> Tensor:

@@ -76,13 +76,14 @@ class HeadNorms:
 class AllHeadsNorm:
     """RMSNorm over all heads of a token together; what the ranks know of its size is summed, in a small all-reduce.
 
-    That is one more than the two of a layer, of two numbers per token.
+    That is one more than the two of a layer, of two numbers per token. One rank knows all of it.
     """
 
     def __init__(
         self, description: DecoderDescription, heads: range, kv_heads: range, *, context: LayerContext
     ) -> None:
         self._axis = context.axis
+        self._rms_norm = context.kernels.rms_norm
         self._eps = description.norm_eps
         self._weights = tuple(context.empty(len(local), description.head_dim) for local in (heads, kv_heads))
         self._num_heads = description.num_heads, description.num_kv_heads
@@ -93,12 +94,19 @@ class AllHeadsNorm:
 
     def __call__(self, q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
         """See `QueryKeyNorm`."""
+        if self._axis.size == 1:
+            q_weight, k_weight = self._weights
+            return self._norm_alone(q_TNH, q_weight), self._norm_alone(k_TKH, k_weight)
         q32, k32 = q_TNH.float(), k_TKH.float()
         squares_T2 = torch.stack((q32.square().sum((1, 2)), k32.square().sum((1, 2))), dim=-1)
         scales_T2 = all_reduce(squares_T2, self._axis).div_(self._counts_2).add_(self._eps).rsqrt_()
         q_scale, k_scale = scales_T2[:, :, None, None].unbind(1)
         q_weight, k_weight = self._weights
         return (q32 * q_scale * q_weight).to(q_TNH.dtype), (k32 * k_scale * k_weight).to(k_TKH.dtype)
+
+    def _norm_alone(self, x_TNH: Tensor, weight_NH: Tensor) -> Tensor:
+        """All heads as one."""
+        return self._rms_norm(x_TNH.flatten(1).unsqueeze(1), weight_NH.flatten(), self._eps).view(x_TNH.shape)
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """See `QueryKeyNorm`; a source is flat, [N * H]."""

@@ -230,6 +230,9 @@ class Kernels(Protocol):
         What is left in k afterwards means nothing.
         """
 
+    def activated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """Return [T, I] -> [T, I]: the activation of each value. Called when a layer is built; may write in place."""
+
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """Return [T, 2I] -> [T, I]: activation(first half) * second half. Called when a layer is built."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel.activation import activation_function
 from parallel.description import Activation
 from parallel.kernels.base import (
     AttentionMeta,
@@ -105,6 +106,10 @@ class CpuKernels:
         return rotated[:, :num_heads], rotated[:, num_heads:]
 
     rotate_and_write = rotate_then_write
+
+    def activated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """See `Kernels.activated`."""
+        return activation_function(activation)
 
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `Kernels.gated`."""

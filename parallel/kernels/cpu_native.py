@@ -5,6 +5,7 @@ Each is one pass over memory. What the compiled kernels do not take (float16, od
 
 import ctypes
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from parallel.kernels.native.build import build_library
 from parallel.kernels.native.experts import NativeExperts, can_pack_experts
 from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import (
+    ACTIVATIONS,
     LANES,
     Int8Operations,
     LayerParams,
@@ -149,12 +151,16 @@ class NativeCpuKernels:
 
     def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
         """See `Kernels.layer_norm`."""
+        if self._can_layer_norm(x_TE, weight_E, bias_E):
+            return self._layer_norm(x_TE, None, weight_E, bias_E, eps)
         return self._torch.layer_norm(x_TE, weight_E, bias_E, eps)
 
     def add_layer_norm(
         self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_layer_norm`; the residual is written in place."""
+        if self._can_layer_norm(x_TE, weight_E, bias_E) and residual_TE.is_contiguous():
+            return self._layer_norm(x_TE, residual_TE, weight_E, bias_E, eps), residual_TE
         return self._torch.add_layer_norm(x_TE, residual_TE, weight_E, bias_E, eps)
 
     def rotary(
@@ -167,32 +173,36 @@ class NativeCpuKernels:
 
     rotate_and_write = rotate_then_write
 
+    def activated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """See `Kernels.activated`; written in place."""
+        return partial(self._activate, activation)
+
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `Kernels.gated`."""
-        match activation:
-            case Activation.SILU:
-                return self.silu_mul
-            case Activation.GELU_TANH:
-                return self._gelu_tanh_mul
-            case _:
-                return self._torch.gated(activation)
+        return partial(self._gate, activation)
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """See `Kernels.silu_mul`."""
-        return self._gate(gate_up_T2I, Activation.SILU)
+        return self._gate(Activation.SILU, gate_up_T2I)
 
-    def _gelu_tanh_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        return self._gate(gate_up_T2I, Activation.GELU_TANH)
+    def _activate(self, activation: Activation, x_TI: Tensor) -> Tensor:
+        operations = self._operations.get(x_TI.dtype)
+        if operations is None or x_TI.dim() != 2 or x_TI.stride(1) != 1:
+            return self._torch.activated(activation)(x_TI)
+        number = ACTIVATIONS.index(activation)
+        operations.activate(x_TI.data_ptr(), x_TI.stride(0), *x_TI.shape, number, self._num_threads)
+        self._recorder.note(Tape.activate, x_TI, activation)
+        return x_TI
 
-    def _gate(self, gate_up_T2I: Tensor, activation: Activation) -> Tensor:
+    def _gate(self, activation: Activation, gate_up_T2I: Tensor) -> Tensor:
         operations = self._operations.get(gate_up_T2I.dtype)
         if operations is None or not gate_up_T2I.is_contiguous():
             return self._torch.gated(activation)(gate_up_T2I)
-        is_gelu_tanh = activation is Activation.GELU_TANH
         num_rows, size = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
         out_TI = gate_up_T2I.new_empty(num_rows, size)
-        operations.gate(out_TI.data_ptr(), gate_up_T2I.data_ptr(), num_rows, size, is_gelu_tanh, self._num_threads)
-        self._recorder.note(Tape.gate, out_TI, gate_up_T2I, is_gelu_tanh=is_gelu_tanh)
+        number = ACTIVATIONS.index(activation)
+        operations.gate(out_TI.data_ptr(), gate_up_T2I.data_ptr(), num_rows, size, number, self._num_threads)
+        self._recorder.note(Tape.gate, out_TI, gate_up_T2I, activation)
         return out_TI
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
@@ -247,6 +257,23 @@ class NativeCpuKernels:
             *(size if weight.dim() == 2 else 0, weight.dtype is torch.float32, eps, self._num_threads),
         )
         self._recorder.note(Tape.rms_norm, out, x, residual, weight, eps)
+        return out
+
+    def _can_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        is_bias_known = bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
+        return is_bias_known and weight.dtype is x.dtype and self._can_norm(x, weight)
+
+    def _layer_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        out = x.new_empty(x.shape)
+        size = x.shape[-1]
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (residual, weight, bias))
+        self._operations[x.dtype].layer_norm(
+            *(out.data_ptr(), x.data_ptr(), x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.stride(0), size),
+            *(*addresses, size if weight.dim() == 2 else 0, eps, self._num_threads),
+        )
+        self._recorder.note(Tape.layer_norm, out, x, residual, weight, bias, eps)
         return out
 
     def _can_rotate(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor) -> bool:

@@ -148,6 +148,10 @@ class ReferenceKernels:
 
     rotate_and_write = rotate_then_write
 
+    def activated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """See `Kernels.activated`."""
+        return activation_function(activation)
+
     def gated(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """activation(first half) * second half."""
         if activation is Activation.SILU:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "activations.h"
 #include "targets.h"
 #include "threads.h"
 #include "vector.h"
@@ -30,11 +31,17 @@ struct Rows {
     int64_t num_outer, num_inner, outer_stride, size;
 };
 
-// out = x / sqrt(mean(x^2) + eps) * weight, the weight of (i, j) at j * weight_stride. With a residual, x is added to it
-// first, and the sum is what is normed.
-template <class T, class W>
-void rms_norm(const Target<T>& out, const T* x, Rows rows, T* residual, const W* weights, int64_t weight_stride, float eps,
-              Team& team) {
+// Those of row (i, j) at j * stride.
+template <class W>
+struct NormWeights {
+    const W *weights, *biases;  // biases: null where there are none
+    int64_t stride;
+};
+
+// out = x / sqrt(mean(x^2) + eps) * weight. Centered: the mean of x is taken away from it first, and the bias is added last. With a
+// residual, x is added to it before all, and the sum is what is normed.
+template <bool IS_CENTERED, class T, class W>
+void norm(const Target<T>& out, const T* x, Rows rows, T* residual, const NormWeights<W>& of_rows, float eps, Team& team) {
     const int64_t size = rows.size, row_size = rows.num_inner * size;
     for_each_run_of_rows(rows.num_outer, row_size, team, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin * rows.num_inner; i < end * rows.num_inner; i++) {
@@ -46,16 +53,29 @@ void rms_norm(const Target<T>& out, const T* x, Rows rows, T* residual, const W*
                 for (int64_t k = 0; k < size; k++) put(sum + k, to_float(sum[k]) + to_float(from[k]));
                 from = sum;
             }
-            float squares = 0;
+            float mean = 0, squares = 0;
+            if (IS_CENTERED) {
+#pragma omp simd reduction(+ : mean)
+                for (int64_t k = 0; k < size; k++) mean += to_float(from[k]);
+                mean /= float(size);
+            }
+            const auto centered = [&](int64_t k) { return IS_CENTERED ? to_float(from[k]) - mean : to_float(from[k]); };
 #pragma omp simd reduction(+ : squares)
-            for (int64_t k = 0; k < size; k++) squares += to_float(from[k]) * to_float(from[k]);
+            for (int64_t k = 0; k < size; k++) squares += centered(k) * centered(k);
             const float scale = 1.0f / std::sqrt(squares / float(size) + eps);
-            const W* weight = weights + inner * weight_stride;
+            const W* weight = of_rows.weights + inner * of_rows.stride;
+            const W* bias = of_rows.biases ? of_rows.biases + inner * of_rows.stride : nullptr;
             const int64_t run = out.is_packed ? PANEL : size;
             for (int64_t k = 0; k < size; k += run) {
                 T* to = out.place(i, k);
+                if (bias) {
 #pragma omp simd
-                for (int64_t j = 0; j < run; j++) put(to + j, to_float(from[k + j]) * scale * to_float(weight[k + j]));
+                    for (int64_t j = 0; j < run; j++)
+                        put(to + j, centered(k + j) * scale * to_float(weight[k + j]) + to_float(bias[k + j]));
+                } else {
+#pragma omp simd
+                    for (int64_t j = 0; j < run; j++) put(to + j, centered(k + j) * scale * to_float(weight[k + j]));
+                }
             }
         }
     });
@@ -73,29 +93,73 @@ void scale(T* x, int64_t row_stride, int64_t num_rows, int64_t size, float facto
     });
 }
 
-// What the sigmoid of GELU by tanh is of, arXiv:1606.08415: 0.5 (1 + tanh y) is the sigmoid of 2 y.
-template <class Number>
-inline Number of_gelu_tanh(Number x) {
-    return x * (x * x * (2 * 0.7978845608f * 0.044715f) + 2 * 0.7978845608f);
+// x += y, rows of `size` columns.
+template <class T>
+void add(T* x, int64_t x_row_stride, const T* y, int64_t y_row_stride, int64_t num_rows, int64_t size, Team& team) {
+    for_each_run_of_rows(num_rows, 2 * size, team, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            T* to = x + row * x_row_stride;
+            const T* from = y + row * y_row_stride;
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) + to_float(from[i]));
+        }
+    });
+}
+
+// The lanes that a row has; `load` gives zeros for others.
+struct AllLanes {
+    template <class T>
+    Floats load(const T* from) const { return weft::load(from); }
+    template <class T>
+    void store(T* to, const Floats& x) const { weft::store(to, x); }
+};
+
+struct FirstLanes {
+    int64_t count;
+
+    template <class T>
+    Floats load(const T* from) const {
+        T values[LANES] = {};
+        std::copy_n(from, count, values);
+        return weft::load(values);
+    }
+    template <class T>
+    void store(T* to, const Floats& x) const {
+        T values[LANES];
+        weft::store(values, x);
+        std::copy_n(values, count, to);
+    }
+};
+
+// Calls work(i, lanes) for i = 0, LANES, ... below `size`.
+template <class Work>
+void for_each_lanes(int64_t size, const Work& work) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) work(i, AllLanes{});
+    if (i < size) work(i, FirstLanes{size - i});
+}
+
+// Rows of `size` columns, in place.
+template <Activation ACTIVATION, class T>
+void activate(T* x, int64_t row_stride, int64_t num_rows, int64_t size, Team& team) {
+    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            T* to = x + row * row_stride;
+            for_each_lanes(size, [=](int64_t i, auto lanes) { lanes.store(to + i, activated<ACTIVATION, T>(lanes.load(to + i))); });
+        }
+    });
 }
 
 // out = activation(first half) * second half.
-template <bool IS_GELU_TANH, class T>
+template <Activation ACTIVATION, class T>
 void gate(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& team) {
-    const auto of_sigmoid = [](auto x) { return IS_GELU_TANH ? of_gelu_tanh(x) : x; };
     for_each_run_of_rows(num_rows, 2 * size, team, [=](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
             const T *gate = gate_up + row * 2 * size, *up = gate + size;
             T* to = out + row * size;
-            int64_t i = 0;
-            for (; i + LANES <= size; i += LANES) {
-                const Floats x = load(gate + i);
-                store(to + i, times_sigmoid<T>(x, of_sigmoid(x)) * load(up + i));
-            }
-            for (; i < size; i++) {
-                const float x = to_float(gate[i]);
-                put(to + i, x / (1.0f + exponential(-of_sigmoid(x))) * to_float(up[i]));
-            }
+            for_each_lanes(size, [=](int64_t i, auto lanes) {
+                lanes.store(to + i, activated<ACTIVATION, T>(lanes.load(gate + i)) * lanes.load(up + i));
+            });
         }
     });
 }

@@ -37,18 +37,38 @@ using namespace weft;
         const Target<T> to{static_cast<T*>(out), size};                                                                 \
         T* sum = static_cast<T*>(residual);                                                                             \
         const T* from = static_cast<const T*>(x);                                                                       \
+        const auto run = [&](const auto* weights) {                                                                     \
+            on_team(threads_for(num_outer * num_inner * size, num_threads), 1, [&](Team& team) {                        \
+                norm<false>(to, from, rows, sum, NormWeights<std::decay_t<decltype(*weights)>>{weights, nullptr, weight_stride}, eps, team); \
+            });                                                                                                         \
+        };                                                                                                              \
+        if (is_weight_float32) return run(static_cast<const float*>(weight));                                           \
+        run(static_cast<const T*>(weight));                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_layer_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,                  \
+                                       int64_t outer_stride, int64_t size, void* residual, const void* weight,          \
+                                       const void* bias, int64_t weight_stride, float eps, int num_threads) {           \
+        const Rows rows{num_outer, num_inner, outer_stride, size};                                                      \
+        const NormWeights<T> weights{static_cast<const T*>(weight), static_cast<const T*>(bias), weight_stride};        \
         on_team(threads_for(num_outer * num_inner * size, num_threads), 1, [&](Team& team) {                            \
-            if (is_weight_float32)                                                                                      \
-                rms_norm(to, from, rows, sum, static_cast<const float*>(weight), weight_stride, eps, team);             \
-            else                                                                                                        \
-                rms_norm(to, from, rows, sum, static_cast<const T*>(weight), weight_stride, eps, team);                 \
+            norm<true>(Target<T>{static_cast<T*>(out), size}, static_cast<const T*>(x), rows, static_cast<T*>(residual), \
+                       weights, eps, team);                                                                             \
         });                                                                                                             \
     }                                                                                                                   \
-    EXPORT void weft_gate_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int is_gelu_tanh,      \
+    EXPORT void weft_gate_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int activation,        \
                                  int num_threads) {                                                                     \
-        on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {                                     \
-            const auto run = is_gelu_tanh ? gate<true, T> : gate<false, T>;                                             \
-            run(static_cast<T*>(out), static_cast<const T*>(gate_up), num_rows, size, team);                            \
+        with_activation(Activation(activation), [=](auto known) {                                                       \
+            on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {                                 \
+                gate<decltype(known)::value>(static_cast<T*>(out), static_cast<const T*>(gate_up), num_rows, size, team);          \
+            });                                                                                                         \
+        });                                                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_activate_##NAME(void* x, int64_t row_stride, int64_t num_rows, int64_t size, int activation,       \
+                                     int num_threads) {                                                                 \
+        with_activation(Activation(activation), [=](auto known) {                                                       \
+            on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {                                     \
+                activate<decltype(known)::value>(static_cast<T*>(x), row_stride, num_rows, size, team);                            \
+            });                                                                                                         \
         });                                                                                                             \
     }                                                                                                                   \
     EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads,            \

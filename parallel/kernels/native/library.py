@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from parallel.description import Activation
 from parallel.errors import DeviceError
 from parallel.kernels.host_arrays import Int32Array
 from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
@@ -27,11 +28,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "multiply_rows": (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int),
     "largest_of_rows": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int),
     "rms_norm": (c_void_p, c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_float, c_int),
+    "layer_norm": (c_void_p, c_void_p, *(c_int64,) * 4, *(c_void_p,) * 3, c_int64, c_float, c_int),
     "gate": (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
+    "activate": (c_void_p, *(c_int64,) * 3, c_int, c_int),
     "rotary": (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_int),
     "write_cache": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int),
     "write_cache_int8": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, *(c_int64,) * 4, c_int),
 }
+
+
+ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.GELU, Activation.RELU)
+"""In the order of `Activation` of activations.h."""
 
 
 class LayerParams(ctypes.Structure):
@@ -86,6 +93,9 @@ class Kind(IntEnum):
     MULTIPLY_GATED_INT8 = 8
     EXPERTS = 9
     SCALE = 10
+    LAYER_NORM = 11
+    ACTIVATE = 12
+    ADD = 13
 
 
 class Operation(ctypes.Structure):
@@ -246,8 +256,11 @@ class Operations:
     """Whether the CPU has them for rows of this size, of 8 bits or not: then all kernels here are the fastest there
     are, and the bits of a row depend on nothing else in the step."""
     rms_norm: Callable[..., None]
+    layer_norm: Callable[..., None]
     gate: Callable[..., None]
-    """The activation of the first half times the second; SiLU, or GELU by tanh."""
+    """The activation of the first half times the second; activations are said by their index in `ACTIVATIONS`."""
+    activate: Callable[..., None]
+    """The activation, in place."""
     rotary: Callable[..., None]
     write_cache: Callable[..., None]
     write_cache_int8: Callable[..., None]

@@ -28,15 +28,15 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE };
+enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD };
 
 struct Operation {
     Kind kind;
     int32_t index;      // the layer of a cache, or the angles of a rotation
-    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS
+    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS, what is added
     Place out;
     int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
-    int32_t flag;                // weight is float32; pairs are interleaved; GATE is by GELU
+    int32_t flag;                // weight is float32; pairs are interleaved; the Activation of ACTIVATE and GATE
     float eps;                   // of a norm, or the factor of SCALE
     const void* weight;          // of a norm, a matrix as packed, or an ExpertLayer
     const void* bias;
@@ -220,6 +220,7 @@ class Program {
     bool can_pack(const Operation& o) const {
         switch (o.kind) {
             case Kind::RMS_NORM:
+            case Kind::LAYER_NORM:
                 return o.num_heads == 1 && o.size == stride(o.out);
             case Kind::ATTENTION:
                 return step_.layers[o.index].group->layout.head_dim % PANEL == 0;
@@ -233,15 +234,16 @@ class Program {
         T* const packed_out = packed_[index % 2];  // what is read lies in the other one
         const auto out = [&] { return Target<T>{is_packed_[index] ? packed_out : at(o.out), stride(o.out), bool(is_packed_[index])}; };
         switch (o.kind) {
-            case Kind::RMS_NORM: {
+            case Kind::RMS_NORM:
+            case Kind::LAYER_NORM: {
                 const Rows rows{num_tokens(index), o.num_heads, stride(o.in), o.size};
                 const Target<T> to{out().values, o.size, bool(is_packed_[index])};
                 T* residual = o.second.buffer < 0 ? nullptr : at(o.second);
-                if (o.flag)
-                    rms_norm(to, at(o.in), rows, residual, static_cast<const float*>(o.weight), o.weight_stride, o.eps, team);
-                else
-                    rms_norm(to, at(o.in), rows, residual, static_cast<const T*>(o.weight), o.weight_stride, o.eps, team);
-                return;
+                const NormWeights<T> weights{static_cast<const T*>(o.weight), static_cast<const T*>(o.bias), o.weight_stride};
+                if (o.kind == Kind::LAYER_NORM) return norm<true>(to, at(o.in), rows, residual, weights, o.eps, team);
+                if (!o.flag) return norm<false>(to, at(o.in), rows, residual, weights, o.eps, team);
+                const NormWeights<float> floats{static_cast<const float*>(o.weight), nullptr, o.weight_stride};
+                return norm<false>(to, at(o.in), rows, residual, floats, o.eps, team);
             }
             case Kind::ROTARY: {
                 const AnglesStep& angles = step_.angles[o.index];
@@ -249,9 +251,17 @@ class Program {
                               angles.half, angles.positions, bool(o.flag), team);
             }
             case Kind::GATE:
-                return (o.flag ? gate<true, T> : gate<false, T>)(at(o.out), at(o.in), num_tokens(index), o.size, team);
+                return with_activation(Activation(o.flag), [&](auto activation) {
+                    gate<decltype(activation)::value>(at(o.out), at(o.in), num_tokens(index), o.size, team);
+                });
+            case Kind::ACTIVATE:
+                return with_activation(Activation(o.flag), [&](auto activation) {
+                    activate<decltype(activation)::value>(at(o.in), stride(o.in), num_tokens(index), o.size, team);
+                });
             case Kind::SCALE:
                 return scale(at(o.in), stride(o.in), num_tokens(index), o.size, o.eps, team);
+            case Kind::ADD:
+                return add(at(o.in), stride(o.in), at(o.second), stride(o.second), num_tokens(index), o.size, team);
             case Kind::WRITE_CACHE: {
                 const LayerStep& layer = step_.layers[o.index];
                 const auto& [layout, slots] = *layer.group;

@@ -16,8 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from parallel.description import Activation
 from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, Search, Sift, StartedStep, TableLinear
 from parallel.kernels.native.library import (
+    ACTIVATIONS,
     AnglesStep,
     Embedding,
     GroupStep,
@@ -299,7 +301,7 @@ def _fuse_gates(tape: Tape) -> list[Operation]:
             last is not None
             and last.kind in _GATED
             and operation.kind == Kind.GATE
-            and not operation.flag
+            and operation.flag == ACTIVATIONS.index(Activation.SILU)
             and last.output.buffer == operation.input.buffer
             and readers[last.output.buffer] == 1
             and last.num_out % (2 * PANEL) == 0

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel.description import Activation
 from parallel.kernels.base import LayerCache
-from parallel.kernels.native.library import ExpertLayer, Kind, LayerParams, Operation, Place
+from parallel.kernels.native.library import ACTIVATIONS, ExpertLayer, Kind, LayerParams, Operation, Place
 
 _NONE = Place(buffer=-1, column=0)
 _HARMLESS = frozenset(
@@ -73,9 +74,27 @@ class Tape:
 
     def rms_norm(self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
         """See `NativeCpuKernels`, as for the others."""
-        self._kept.append(weight)
+        self._norm(Kind.RMS_NORM, out, x, residual, weight, None, eps)
+
+    def layer_norm(
+        self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> None:
+        """See `NativeCpuKernels`."""
+        self._norm(Kind.LAYER_NORM, out, x, residual, weight, bias, eps)
+
+    def _norm(
+        self,
+        kind: Kind,
+        out: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+    ) -> None:
+        self._kept += [weight, bias]
         self._add(
-            Kind.RMS_NORM,
+            kind,
             input=self.read(x),
             second=_NONE if residual is None else self.read(residual),
             output=self.write(out),
@@ -84,6 +103,7 @@ class Tape:
             flag=weight.dtype is torch.float32,
             eps=eps,
             weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
             weight_stride=x.shape[-1] if weight.dim() == 2 else 0,
         )
 
@@ -96,14 +116,22 @@ class Tape:
         _, num_heads, head_dim = x_TNH.shape
         self._add(Kind.ROTARY, input=place, index=index, num_heads=num_heads, size=head_dim, flag=is_interleaved)
 
-    def gate(self, out_TI: Tensor, gate_up_T2I: Tensor, *, is_gelu_tanh: bool) -> None:
+    def gate(self, out_TI: Tensor, gate_up_T2I: Tensor, activation: Activation) -> None:
         """Note the gated activation; both tensors are dense."""
         places = {"input": self.read(gate_up_T2I), "output": self.write(out_TI)}
-        self._add(Kind.GATE, **places, size=out_TI.shape[1], flag=is_gelu_tanh)
+        self._add(Kind.GATE, **places, size=out_TI.shape[1], flag=ACTIVATIONS.index(activation))
+
+    def activate(self, x_TI: Tensor, activation: Activation) -> None:
+        """Note an activation in place."""
+        self._add(Kind.ACTIVATE, input=self.read(x_TI), size=x_TI.shape[1], flag=ACTIVATIONS.index(activation))
 
     def scale(self, x: Tensor, factor: float) -> None:
         """Note that a tensor is multiplied in place."""
         self._add(Kind.SCALE, input=self.read(x), size=x.shape[1:].numel(), eps=factor)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Note that y is added to x in place."""
+        self._add(Kind.ADD, input=self.read(x), second=self.read(y), size=x.shape[1:].numel())
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache) -> None:
         """Note that keys and values are written to the cache of one of the layers."""
@@ -171,7 +199,10 @@ class Recorder:
 
 
 class OnlyKernels(TorchDispatchMode):
-    """While this is entered, whatever torch computes by itself spoils the tape, but for products with a number."""
+    """While this is entered, whatever torch computes by itself spoils the tape.
+
+    All but products with a number, and sums of two tensors, both in place.
+    """
 
     def __init__(self, recorder: Recorder, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,9 +218,15 @@ class OnlyKernels(TorchDispatchMode):
         """Run the operation; its name is why there is no program, unless it computes nothing."""
         if func is torch.ops.aten.mul_.Tensor and isinstance(args[1], float):
             self._recorder.note(Tape.scale, *args)
+        elif func is torch.ops.aten.add_.Tensor and not kwargs and _are_alike(*args):
+            self._recorder.note(Tape.add, *args)
         elif func._schema.name not in _HARMLESS and self._tape.failure is None:
             self._tape.failure = f"{func._schema.name} between the kernels"
         return func(*args, **(kwargs or {}))
+
+
+def _are_alike(x: Tensor, y: Any) -> bool:
+    return isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
 
 
 def _memory(x: Tensor) -> int:

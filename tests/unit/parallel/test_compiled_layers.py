@@ -47,6 +47,13 @@ COMPILED = {
     "qwen3": {"model_type": "qwen3", "head_dim": 64},
     "mistral": {"model_type": "mistral", "sliding_window": 40},
     "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+    "gelu-erf": {"hidden_act": "gelu"},
+    "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_head": 2, "n_layer": 3, "n_positions": 1024},
+    "gpt-neox": {"model_type": "gpt_neox", "num_attention_heads": 2, "rotary_pct": 0.5},
+    "opt": {"model_type": "opt", "ffn_dim": 352, "num_attention_heads": 2},
+    "bloom": {"model_type": "bloom", "num_attention_heads": 2},
+    "cohere": {"model_type": "cohere", "num_attention_heads": 2, "use_qk_norm": True},
+    "olmo2": {"model_type": "olmo2", "num_attention_heads": 2},
     "granite": {"model_type": "granite", "residual_multiplier": 0.22},
     "tied": {"tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
@@ -314,8 +321,10 @@ def test_new_caches_are_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 128}, "between the kernels"),
-        ({"hidden_act": "gelu"}, "between the kernels"),
+        (
+            {"model_type": "mpt", "d_model": 128, "n_heads": 4, "n_layers": 2, "attn_config": {"clip_qkv": 0.8}},
+            "aten::clamp_ between the kernels",
+        ),
         ({"hidden_size": 144, "head_dim": 32}, "aten::mm between"),
     ],
 )

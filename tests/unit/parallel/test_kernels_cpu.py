@@ -186,6 +186,20 @@ def test_rms_norm_takes_a_float32_weight(kernels: Kernels, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("size", [48, 41])
+def test_activated_equals_reference(kernels: Kernels, dtype: torch.dtype, activation: Activation, size: int) -> None:
+    torch.manual_seed(4)
+    x = torch.randn(7, size).to(dtype)
+    x[0, :7] = torch.tensor([30.0, -30.0, 300.0, -300.0, 3e4, -3e4, torch.nan])
+    expected = ReferenceKernels().activated(activation)(x.clone())
+    actual = kernels.activated(activation)(x.clone())
+    assert actual[0, 6].isnan()
+    actual[0, 6] = expected[0, 6] = 0.0
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("size", [48, 41])
 def test_gated_equals_reference(kernels: Kernels, dtype: torch.dtype, activation: Activation, size: int) -> None:
     torch.manual_seed(4)
     gate_up = torch.randn(7, 2 * size).to(dtype)
@@ -229,10 +243,14 @@ def test_norm_of_zeros_is_zero_and_eps_counts(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_are_normed_like_rows(kernels: Kernels, dtype: torch.dtype) -> None:
-    """Qwen3 norms each head: the last dim of a [T, N, H] tensor."""
+    """Qwen3 norms each head: the last dim of a [T, N, H] tensor. Cohere's heads each have their own weight."""
     torch.manual_seed(2)
-    x, weight = torch.randn(5, 4, 32).to(dtype), torch.randn(32).to(dtype)
+    x, weight, own_weights = torch.randn(5, 4, 32).to(dtype), torch.randn(32).to(dtype), torch.randn(4, 32).to(dtype)
     assert_close(kernels.rms_norm(x, weight, 1e-6), ReferenceKernels().rms_norm(x, weight, 1e-6))
+    for weights in (weight, own_weights):
+        for bias in (None, weights.flip(0)):
+            expected = ReferenceKernels().layer_norm(x, weights, bias, 1e-6)
+            assert_close(kernels.layer_norm(x, weights, bias, 1e-6), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

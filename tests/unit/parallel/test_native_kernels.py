@@ -15,6 +15,7 @@ from helpers.largest_outputs import check_drawn, check_largest, check_sifted
 from helpers.paged_layout import make_layout, meta_of_one, without_unseen_blocks
 from helpers.sampling_cases import make_draws, make_edits
 
+from parallel.description import Activation
 from parallel.errors import DeviceError
 from parallel.host_memory import HugePages
 from parallel.kernels.base import AttentionParams, Search, Sift
@@ -165,6 +166,47 @@ def test_a_window_that_begins_anywhere_changes_no_bit(
     for token in range(num_tokens):
         alone = kernels.attention(q[token : token + 1], layout.cache, meta_of_one(meta, token), params)
         assert torch.equal(alone[0], chunk[token])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize("activation", Activation)
+def test_activations_are_as_fine_as_their_dtype(
+    operations: dict[torch.dtype, Operations], dtype: torch.dtype, tolerance: float, activation: Activation
+) -> None:
+    """Relative to the result, also where that is near to 0: a sigmoid, or a part of the normal distribution."""
+    x = torch.linspace(-6.0, 6.0, 3001).to(dtype)
+    exact = x.double()
+    factors = {
+        Activation.SILU: torch.sigmoid(exact),
+        Activation.GELU_TANH: torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (exact + 0.044715 * exact**3)),
+        Activation.GELU: torch.special.erfc(exact / -(2**0.5)) / 2,
+        Activation.RELU: (exact > 0).double(),
+    }
+    expected = (exact * factors[activation]).float()
+    for num_threads in (1, 2):
+        kernels = NativeCpuKernels(operations, None, num_threads)
+        actual = kernels.activated(activation)(x.clone().expand(20, -1).contiguous())
+        for row in (actual[0], actual[19]):
+            torch.testing.assert_close(row.float(), expected, rtol=tolerance, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norms_far_from_zero(
+    operations: dict[torch.dtype, Operations], dtype: torch.dtype, has_bias: bool
+) -> None:
+    """The variance of numbers with a large mean is that of what is left without it."""
+    generator = torch.Generator().manual_seed(0)
+    x = (100 + torch.randn(90, 768, generator=generator)).to(dtype)
+    weight, bias = (torch.randn(768, generator=generator).to(dtype) for _ in range(2))
+    expected = ReferenceKernels().layer_norm(x, weight, bias if has_bias else None, 1e-5)
+    results = [
+        NativeCpuKernels(operations, None, num_threads).layer_norm(x, weight, bias if has_bias else None, 1e-5)
+        for num_threads in (1, 2)
+    ]
+    assert torch.equal(*results)
+    tolerance = 1e-4 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(results[0], expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 16, 17, 33, 64, 65, 100, 700])
