@@ -24,7 +24,7 @@ def resolve_dtype(name: str, folder: Path, device: Device, *, multiplies_bfloat1
 
     Args:
         multiplies_bfloat16: the kernels have products of their own for it (`select.multiplies_bfloat16`), however slow
-            torch is in it on this device. Matrices of experts are left to torch.
+            torch is in it on this device. Attention over latents is left to torch.
 
     Raises:
         ConfigError: the name, or what config.json says, is not known.
@@ -34,7 +34,7 @@ def resolve_dtype(name: str, folder: Path, device: Device, *, multiplies_bfloat1
     if name != "auto":
         return _find(name, "dtype", ("auto", *DTYPES))
     stored = checkpoint_dtype(folder)
-    if multiplies_bfloat16 and stored is torch.bfloat16 and describe_model(folder).moe is None:
+    if multiplies_bfloat16 and stored is torch.bfloat16 and describe_model(folder).latent_kv is None:
         return stored
     return device.default_dtype(stored)
 
