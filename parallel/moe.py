@@ -13,7 +13,7 @@ from parallel.activation import clamped_gate
 from parallel.collectives import all_reduce
 from parallel.description import DecoderDescription, MoeDescription
 from parallel.expert_router import Router
-from parallel.kernels.base import ExpertWeights, PackedExperts, PackedLinear, RoutingExperts
+from parallel.kernels.base import ExpertWeights, PackedExperts, RoutingExperts, RowGate
 from parallel.layer import LayerContext
 from parallel.mlp import MLP
 from parallel.shard import Piece, ShardedParameter, expert_ranges, replicated
@@ -60,11 +60,11 @@ class GatedMLP:
         self._mlp = mlp
         self._kernels = context.kernels
         self._gate_1E: Tensor | None = context.empty(1, hidden_size)
-        self._gate: PackedLinear
+        self._gate: RowGate
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, E] -> [T, E], this rank's summand."""
-        return self._mlp(x_TE).mul_(self._gate(x_TE).sigmoid_())
+        return self._gate(self._mlp(x_TE), x_TE)
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """Yield those of the MLP, and the gate's."""
@@ -76,7 +76,7 @@ class GatedMLP:
         """Lay the matrices out."""
         assert self._gate_1E is not None, "finish_loading is called once"
         self._mlp.finish_loading()
-        self._gate = self._kernels.pack_linear(self._gate_1E, None)
+        self._gate = self._kernels.pack_gate(self._gate_1E)
         self._gate_1E = None
 
 
@@ -97,6 +97,7 @@ class Experts:
             down_bias_XE=context.empty(num_experts, hidden_size) if has_down_bias else None,
             activate=_activate(description, moe, context),
             activation=description.activation if moe.clamped_gate is None else None,
+            clamped_gate=moe.clamped_gate,
         )
         self._kernels = context.kernels
         self._packed: PackedExperts

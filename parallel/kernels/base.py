@@ -13,12 +13,12 @@ operations return is contiguous unless they return an input. Shape letters, here
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from parallel.description import Activation, MoeDescription
+from parallel.description import Activation, ClampedGate, MoeDescription
 from parallel.kernels.host_arrays import Int32Array
 from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
 from parallel.kernels.sampling import Draws, Edits, NoiseArray
@@ -131,7 +131,7 @@ class ExpertWeights:
     """The experts of one layer on this rank: down_x(activate(into_x(x))) for each of them."""
 
     into_XJE: Tensor  # noqa: N815
-    """[X, 2I, E]: what `activate` multiplies, gate and up."""
+    """[X, 2I, E]: what `activate` multiplies, gate and up; rows as those want them."""
     down_XEI: Tensor  # noqa: N815
     into_bias_XJ: Tensor | None = None  # noqa: N815
     down_bias_XE: Tensor | None = None  # noqa: N815
@@ -139,6 +139,12 @@ class ExpertWeights:
     """[T, 2I] -> [T, I]; see `Kernels.gated`."""
     activation: Activation | None = None
     """That of `activate`, where this is it, and nothing else: gates are the first half of `into`."""
+    clamped_gate: ClampedGate | None = None
+    """The same where `activate` is this one: the rows of `into` alternate."""
+
+
+RowGate: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(y [T, E], x [T, E]) -> y times the sigmoid of each token's logit, which is x times a weight; in place of y."""
 
 
 class Kernels(Protocol):
@@ -182,6 +188,9 @@ class Kernels(Protocol):
 
     def pack_experts(self, weights: ExpertWeights) -> "PackedExperts":
         """Lay out the experts of a layer, once, after loading. The caller drops its own references to them."""
+
+    def pack_gate(self, weight_1E: Tensor) -> RowGate:
+        """Lay out the weight of one logit per token, once, after loading, as `pack_linear` does others."""
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dim in float32, result in the dtype of x. arXiv:1910.07467.

@@ -19,6 +19,7 @@ from parallel.kernels.base import (
     LayerCache,
     PackedExperts,
     PackedLinear,
+    RowGate,
     RunLayers,
 )
 from parallel.kernels.cpu_attention import CpuPagedAttention
@@ -61,6 +62,11 @@ class CpuKernels:
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
         return CpuExperts(weights)
+
+    def pack_gate(self, weight_1E: Tensor) -> RowGate:
+        """See `Kernels.pack_gate`."""
+        linear = self.pack_linear(weight_1E, None)
+        return lambda y_TE, x_TE: y_TE.mul_(linear(x_TE).sigmoid_())
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""

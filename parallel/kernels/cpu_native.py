@@ -20,6 +20,7 @@ from parallel.kernels.base import (
     LayerCache,
     PackedExperts,
     PackedLinear,
+    RowGate,
     RunLayers,
 )
 from parallel.kernels.cpu_attention import CpuPagedAttention
@@ -130,6 +131,26 @@ class NativeCpuKernels:
         if self._programs is not None and can_pack_experts(weights):
             return NativeExperts(weights, self._programs, self._recorder, self._num_threads)
         return self._torch.pack_experts(weights)
+
+    def pack_gate(self, weight_1E: Tensor) -> RowGate:
+        """See `Kernels.pack_gate`."""
+        in_torch = self._torch.pack_gate(weight_1E)
+        operations = self._operations.get(weight_1E.dtype)
+        if operations is None:
+            return in_torch
+        weight_E = weight_1E.flatten()
+
+        def gate(y_TE: Tensor, x_TE: Tensor) -> Tensor:
+            if y_TE.stride(1) != 1 or x_TE.stride(1) != 1 or y_TE.shape != x_TE.shape:
+                return in_torch(y_TE, x_TE)
+            operations.gate_rows(
+                *(y_TE.data_ptr(), y_TE.stride(0), x_TE.data_ptr(), x_TE.stride(0), weight_E.data_ptr()),
+                *(*x_TE.shape, self._num_threads),
+            )
+            self._recorder.note(Tape.gate_rows, y_TE, x_TE, weight_E)
+            return y_TE
+
+        return gate
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""

@@ -21,6 +21,7 @@ from parallel.kernels.base import (
     LayerCache,
     PackedExperts,
     PackedLinear,
+    RowGate,
     RunLayers,
 )
 from parallel.kernels.int8_cache import write_half
@@ -115,6 +116,11 @@ class ReferenceKernels:
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """Keep them as they are."""
         return ReferenceExperts(weights)
+
+    def pack_gate(self, weight_1E: Tensor) -> RowGate:
+        """See `Kernels.pack_gate`."""
+        linear = self.pack_linear(weight_1E, None)
+        return lambda y_TE, x_TE: y_TE.mul_(linear(x_TE).sigmoid_())
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, in float32."""

@@ -106,6 +106,23 @@ void add(T* x, int64_t x_row_stride, const T* y, int64_t y_row_stride, int64_t n
     });
 }
 
+// y *= sigmoid(x . weight), rows of `size` columns.
+template <class T>
+void gate_rows(T* y, int64_t y_row_stride, const T* x, int64_t x_row_stride, const T* weight, int64_t num_rows, int64_t size, Team& team) {
+    for_each_run_of_rows(num_rows, 2 * size, team, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const T* from = x + row * x_row_stride;
+            T* to = y + row * y_row_stride;
+            float logit = 0;
+#pragma omp simd reduction(+ : logit)
+            for (int64_t i = 0; i < size; i++) logit += to_float(from[i]) * to_float(weight[i]);
+            const float factor = 1.0f / (1.0f + std::exp(-logit));
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * factor);
+        }
+    });
+}
+
 // The lanes that a row has; `load` gives zeros for others.
 struct AllLanes {
     template <class T>

@@ -1,7 +1,7 @@
 // The experts of a layer: two products for each that a token chose. Pairs of a token and one of its experts are sorted by
 // expert, so that each has a run of rows and its matrices are read once:
 //
-//     x [T, E] -> a row for each pair [R, E] -> silu(gate) * up [R, I] -> down [R, E] -> times weights, summed [T, E]
+//     x [T, E] -> a row for each pair [R, E] -> gates times what they gate [R, I] -> down [R, E] -> times weights, summed [T, E]
 //
 // The shares of all runs make one section of the team: small experts are not shared out one by one, among cores that wait.
 
@@ -24,6 +24,7 @@ struct ExpertMatrices {
     const void *down, *down_bias;  // [X][E, I]; [X, E]
     int64_t num_experts;
     int32_t hidden_size, inner_size;  // E and I, multiples of PANEL
+    GateClamp clamp;
 };
 
 // How a router chooses among as many experts from a logit of each.
@@ -203,15 +204,15 @@ class ExpertProducts {
 
     void add_products(const Run& run) {
         const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
-        const auto matrix = [&](const void* values, const void* bias, int64_t num_out, int64_t num_in) {
+        const auto matrix = [&](const void* values, const void* bias, int64_t num_out, int64_t num_in, GateClamp clamp = {}) {
             const auto* of_all = static_cast<const BFloat16*>(bias);
             return PackedMatrix{static_cast<const BFloat16*>(values) + run.expert * num_out * num_in,
-                                of_all ? of_all + run.expert * num_out : nullptr, num_out, int(num_in)};
+                                of_all ? of_all + run.expert * num_out : nullptr, num_out, int(num_in), clamp};
         };
         BFloat16* const rows = rows_ + run.first_row * hidden_size;
         const Target<BFloat16> inner{inner_ + run.first_row * inner_size, inner_size, run.is_packed};
         const LeftRows left = gathers() ? LeftRows{rows, hidden_size, run.count, run.is_packed} : x_;
-        into_.add(inner, left, matrix(matrices_.into, matrices_.into_bias, 2 * inner_size, hidden_size), num_threads_);
+        into_.add(inner, left, matrix(matrices_.into, matrices_.into_bias, 2 * inner_size, hidden_size, matrices_.clamp), num_threads_);
         const LeftRows of_inner{inner.values, inner_size, run.count, run.is_packed};
         down_.add({rows, hidden_size}, of_inner, matrix(matrices_.down, matrices_.down_bias, hidden_size, inner_size), num_threads_);
     }

@@ -21,7 +21,8 @@ def can_pack_experts(weights: ExpertWeights) -> bool:
     (_, num_gates, hidden_size), inner_size = weights.into_XJE.shape, weights.down_XEI.shape[2]
     is_whole = num_gates == 2 * inner_size and inner_size % PANEL == 0 and hidden_size % PANEL == 0
     are_dense = all(weight.dtype is torch.bfloat16 and weight.is_contiguous() for weight in both)
-    return weights.activation is Activation.SILU and is_whole and are_dense
+    is_gate_known = weights.activation is Activation.SILU or weights.clamped_gate is not None
+    return is_gate_known and is_whole and are_dense
 
 
 class NativeExperts:
@@ -32,6 +33,10 @@ class NativeExperts:
         self._programs = programs
         self._recorder = recorder
         self._num_threads = num_threads
+        if weights.clamped_gate is not None:
+            for into in (weights.into_XJE, weights.into_bias_XJ):
+                if into is not None:
+                    _put_gates_first(into)
         for weight in (weights.into_XJE, weights.down_XEI):
             num_experts, num_out, num_in = weight.shape
             address = weight.data_ptr()
@@ -44,6 +49,8 @@ class NativeExperts:
             num_experts=len(weights.down_XEI),
             hidden_size=weights.down_XEI.shape[1],
             inner_size=weights.down_XEI.shape[2],
+            clamp_alpha=weights.clamped_gate.alpha if weights.clamped_gate else 0.0,
+            clamp_limit=weights.clamped_gate.limit if weights.clamped_gate else 0.0,
         )
 
     def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
@@ -89,6 +96,12 @@ class NativeExperts:
         )
         self._recorder.note(Tape.experts, out_TE, x_TE, logits_TX, layer)
         return out_TE
+
+
+def _put_gates_first(into_XJ: Tensor) -> None:
+    """Rows that alternate, of each expert, become all gates and then all that they gate, in place."""
+    for expert in into_XJ:
+        expert.copy_(torch.cat((expert[0::2], expert[1::2])))
 
 
 def _in_whole_panels(x: Tensor) -> Tensor:

@@ -71,6 +71,13 @@ using namespace weft;
             });                                                                                                         \
         });                                                                                                             \
     }                                                                                                                   \
+    EXPORT void weft_gate_rows_##NAME(void* y, int64_t y_row_stride, const void* x, int64_t x_row_stride,               \
+                                      const void* weight, int64_t num_rows, int64_t size, int num_threads) {            \
+        on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {                                     \
+            gate_rows(static_cast<T*>(y), y_row_stride, static_cast<const T*>(x), x_row_stride,                         \
+                      static_cast<const T*>(weight), num_rows, size, team);                                             \
+        });                                                                                                             \
+    }                                                                                                                   \
     EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads,            \
                                    int64_t head_dim, const float* cos, const float* sin, int64_t half,                  \
                                    int is_interleaved, int num_threads) {                                               \

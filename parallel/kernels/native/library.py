@@ -31,6 +31,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "layer_norm": (c_void_p, c_void_p, *(c_int64,) * 4, *(c_void_p,) * 3, c_int64, c_float, c_int),
     "gate": (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
     "activate": (c_void_p, *(c_int64,) * 3, c_int, c_int),
+    "gate_rows": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int),
     "rotary": (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_int),
     "write_cache": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int),
     "write_cache_int8": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, *(c_int64,) * 4, c_int),
@@ -96,6 +97,7 @@ class Kind(IntEnum):
     LAYER_NORM = 11
     ACTIVATE = 12
     ADD = 13
+    GATE_ROWS = 14
 
 
 class Operation(ctypes.Structure):
@@ -222,6 +224,8 @@ class ExpertMatrices(ctypes.Structure):
         ("num_experts", c_int64),
         ("hidden_size", c_int32),
         ("inner_size", c_int32),
+        ("clamp_alpha", c_float),
+        ("clamp_limit", c_float),
     )
 
 
@@ -261,6 +265,8 @@ class Operations:
     """The activation of the first half times the second; activations are said by their index in `ACTIVATIONS`."""
     activate: Callable[..., None]
     """The activation, in place."""
+    gate_rows: Callable[..., None]
+    """Rows times a sigmoid each, in place."""
     rotary: Callable[..., None]
     write_cache: Callable[..., None]
     write_cache_int8: Callable[..., None]

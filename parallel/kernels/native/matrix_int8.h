@@ -146,6 +146,8 @@ struct Products {
         };
         first = half(panel * PANEL), second = half(panel * PANEL + LANES);
     }
+    static Floats gate(const Floats& x) { return silu<T>(x); }
+    static Floats gated(const Floats& x) { return x; }
 };
 
 // Quantizes rows of x; all threads of the team call it.

@@ -7,7 +7,9 @@
 //     add_upper(), add_lower()                  tiles 0 and 1 += tile 4 x tiles 6 and 7; 2 and 3 += 5 x 6 and 7
 //     num_out(), num_steps(), panel(i)          of the matrix
 //     outputs(sums, row, panel, first, second)  what 32 sums mean: two vectors
-// Gated, the first half of the outputs are gates of the second: the result is silu(gate) * up, both rounded before.
+//     gate(x), gated(x)                         what becomes of gates, and of what they gate
+// Gated, the first half of the outputs are gates of the second: the result is gate(x) * gated(y), x and y rounded before. Mostly that
+// is silu(x) * y.
 
 #pragma once
 
@@ -106,8 +108,8 @@ void store_panel(T* to, Floats first, Floats second, int64_t count, bool is_stre
 
 enum class Becomes { RESULT, GATES, GATED };
 
-// The sums of a block and a panel on their way, some rows with each step of the next block: to the result; as silu(gate),
-// in float32, to `gates`; or multiplied with those to the result.
+// The sums of a block and a panel on their way, some rows with each step of the next block: to the result; as gates, in float32,
+// to `gates`; or multiplied with those to the result.
 template <Becomes BECOMES, class Product>
 class Writer {
     using T = typename Product::Value;
@@ -138,13 +140,13 @@ class Writer {
         round_two<T>(first, second);
         const bool is_early = row_ % 2;  // half of the gates are made so now, the others later: as much work with each panel
         if (BECOMES == Becomes::GATES) {
-            store(gates, is_early ? silu<T>(first) : first);
-            store(gates + LANES, is_early ? silu<T>(second) : second);
+            store(gates, is_early ? product_.gate(first) : first);
+            store(gates + LANES, is_early ? product_.gate(second) : second);
             return;
         }
         Floats gate[2] = {load(gates), load(gates + LANES)};
-        if (!is_early) gate[0] = silu<T>(gate[0]), gate[1] = silu<T>(gate[1]);
-        store_two(to_, gate[0] * first, gate[1] * second, is_streamed_);
+        if (!is_early) gate[0] = product_.gate(gate[0]), gate[1] = product_.gate(gate[1]);
+        store_two(to_, gate[0] * product_.gated(first), gate[1] * product_.gated(second), is_streamed_);
     }
 
     const Product product_;

@@ -28,17 +28,17 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD };
+enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD, GATE_ROWS };
 
 struct Operation {
     Kind kind;
     int32_t index;      // the layer of a cache, or the angles of a rotation
-    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS, what is added
+    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS, what ADD adds, x of GATE_ROWS
     Place out;
     int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
     int32_t flag;                // weight is float32; pairs are interleaved; the Activation of ACTIVATE and GATE
     float eps;                   // of a norm, or the factor of SCALE
-    const void* weight;          // of a norm, a matrix as packed, or an ExpertLayer
+    const void* weight;          // of a norm or gate, a matrix as packed, or an ExpertLayer
     const void* bias;
     int64_t weight_stride;       // between the weights of heads
     int32_t num_in, num_out;     // of a matrix
@@ -262,6 +262,9 @@ class Program {
                 return scale(at(o.in), stride(o.in), num_tokens(index), o.size, o.eps, team);
             case Kind::ADD:
                 return add(at(o.in), stride(o.in), at(o.second), stride(o.second), num_tokens(index), o.size, team);
+            case Kind::GATE_ROWS:
+                return gate_rows(at(o.in), stride(o.in), at(o.second), stride(o.second), static_cast<const T*>(o.weight), num_tokens(index),
+                                 o.size, team);
             case Kind::WRITE_CACHE: {
                 const LayerStep& layer = step_.layers[o.index];
                 const auto& [layout, slots] = *layer.group;

@@ -125,6 +125,12 @@ class Tape:
         """Note an activation in place."""
         self._add(Kind.ACTIVATE, input=self.read(x_TI), size=x_TI.shape[1], flag=ACTIVATIONS.index(activation))
 
+    def gate_rows(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor) -> None:
+        """Note that rows of y are multiplied in place with the sigmoids of those of x times a weight."""
+        self._kept.append(weight_E)
+        places = {"input": self.read(y_TE), "second": self.read(x_TE)}
+        self._add(Kind.GATE_ROWS, **places, size=x_TE.shape[1], weight=weight_E.data_ptr())
+
     def scale(self, x: Tensor, factor: float) -> None:
         """Note that a tensor is multiplied in place."""
         self._add(Kind.SCALE, input=self.read(x), size=x.shape[1:].numel(), eps=factor)

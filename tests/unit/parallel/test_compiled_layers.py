@@ -66,6 +66,21 @@ COMPILED = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "qwen2-moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 160,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 40,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
     "long-sums": {"hidden_size": 1408, "head_dim": 32, "intermediate_size": 2848, "num_hidden_layers": 1},
 }
 STEPS = [[(200, 200), (33, 300), (2, 18)], [(1, 301), (1, 19), (1, 700)], [(1, 5), (64, 64)], [(1, 1)], [(90, 600)]]

@@ -198,6 +198,17 @@ def test_activated_equals_reference(kernels: Kernels, dtype: torch.dtype, activa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_gates_of_rows_equal_reference(kernels: Kernels, dtype: torch.dtype, num_tokens: int) -> None:
+    torch.manual_seed(4)
+    y, x = torch.randn(num_tokens, 2, 96).to(dtype).unbind(1)  # rows that are not dense
+    weight = torch.randn(1, 96).to(dtype)
+    expected = ReferenceKernels().pack_gate(weight.clone())(y.clone(), x)
+    assert_close(kernels.pack_gate(weight)(y, x), expected)
+    assert_close(y, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("size", [48, 41])
 def test_gated_equals_reference(kernels: Kernels, dtype: torch.dtype, activation: Activation, size: int) -> None:

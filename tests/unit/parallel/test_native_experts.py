@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel.description import Activation, MoeDescription, RouterScore
+from parallel.activation import clamped_gate
+from parallel.description import Activation, ClampedGate, MoeDescription, RouterScore
 from parallel.expert_router import choose_experts
 from parallel.kernels.base import ExpertWeights
 from parallel.kernels.cpu_experts import CpuExperts
@@ -38,6 +39,7 @@ def _weights(
     has_bias: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     activation: Activation = Activation.SILU,
+    gate: ClampedGate | None = None,
 ) -> ExpertWeights:
     generator = torch.Generator().manual_seed(num_experts)
 
@@ -49,8 +51,9 @@ def _weights(
         down_XEI=random(num_experts, hidden, inner),
         into_bias_XJ=random(num_experts, 2 * inner) if has_bias else None,
         down_bias_XE=random(num_experts, hidden) if has_bias else None,
-        activate=ReferenceKernels().gated(activation),
-        activation=activation,
+        activate=ReferenceKernels().gated(activation) if gate is None else clamped_gate(gate),
+        activation=activation if gate is None else None,
+        clamped_gate=gate,
     )
 
 
@@ -70,6 +73,7 @@ def _choose(num_tokens: int, num_ids: int, num_chosen: int, seed: int = 0) -> tu
     hidden=st.sampled_from([32, 64, 288]),
     inner=st.sampled_from([32, 96, 1312]),
     has_bias=st.booleans(),
+    gate=st.sampled_from([None, ClampedGate(alpha=1.7, limit=0.6)]),
     num_threads=st.sampled_from([1, 2, 5]),
 )
 def test_they_equal_the_reference(
@@ -82,10 +86,11 @@ def test_they_equal_the_reference(
     hidden: int,
     inner: int,
     has_bias: bool,
+    gate: ClampedGate | None,
     num_threads: int,
 ) -> None:
     """Ids from `first` on: as on a rank with some of the experts, those of other ranks are below and above."""
-    sizes = {"num_experts": num_experts, "hidden": hidden, "inner": inner, "has_bias": has_bias}
+    sizes = {"num_experts": num_experts, "hidden": hidden, "inner": inner, "has_bias": has_bias, "gate": gate}
     ids, scale = _choose(num_tokens, num_experts + num_others, min(num_chosen, num_experts + num_others))
     x = torch.randn(num_tokens, 2 * hidden, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :hidden]
     expected = ReferenceExperts(_weights(**sizes))(x, ids + first, scale)
@@ -175,12 +180,13 @@ def test_what_they_do_not_choose_is_chosen_before(moe: MoeDescription, programs:
     ("weights", "is_native"),
     [
         (_weights(), True),
+        (_weights(gate=ClampedGate(alpha=1.7, limit=0.6)), True),
         (_weights(inner=48), False),
         (_weights(hidden=48), False),
         (_weights(dtype=torch.float32), False),
         (_weights(activation=Activation.GELU), False),
     ],
-    ids=["whole", "inner-48", "hidden-48", "float32", "gelu"],
+    ids=["whole", "clamped", "inner-48", "hidden-48", "float32", "gelu"],
 )
 def test_what_they_do_not_take_is_torchs(weights: ExpertWeights, is_native: bool, programs: Programs) -> None:
     kernels = NativeCpuKernels({}, programs, 2)
