@@ -138,7 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype = choose_dtype(config.dtype, folder, device, config.kernels)
     description = describe_model(folder)
     int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"
-    cost = ModelCost.of(description, dtype, int8_linears=int8_linears, int8_cache=int8_cache)
+    cost = ModelCost.of(
+        *(description, dtype),
+        int8_linears=int8_linears,
+        int8_cache=int8_cache,
+        int8_experts=device.torch_device.type == "cpu",
+    )
     ceiling = measure_ceiling(device, dtype, int8_linears=int8_linears)
     attention_s = {
         num: time_attention(description, device, dtype, num, min(options.new_tokens, num)) for num in options.contexts

@@ -109,7 +109,12 @@ class Decoder:
             tied = self._embedding.tokens if self._embedding is not None and description.tie_embeddings else None
             self._head = VocabParallelHead(description, tied=tied, context=context)
         self.weight_sizes = WeightSizes.of(
-            self.sharded_parameters(), description, dtype, has_head=mesh.is_last_stage, int8_linears=int8_linears
+            self.sharded_parameters(),
+            description,
+            dtype,
+            has_head=mesh.is_last_stage,
+            int8_linears=int8_linears,
+            int8_experts=int8_linears and kernels.quantizes_experts,
         )
         """Sizes of this rank's weights."""
 

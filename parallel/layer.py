@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel.host_memory import use_huge_pages
-from parallel.kernels.base import Kernels, PackedLinear
+from parallel.kernels.base import ExpertWeights, Kernels, PackedExperts, PackedLinear
 from parallel.mesh import Axis
 from parallel.shard import ShardedParameter
 
@@ -31,7 +31,7 @@ class LayerContext:
     expert_parallel: bool = False
     """Each rank of the axis has some experts whole; else a part of every one."""
     int8_linears: bool = False
-    """Linear layers and the head multiply in 8 bits; routers and experts stay as they are."""
+    """Linear layers, the head, and experts where the kernels can, multiply in 8 bits; routers stay as they are."""
 
     def empty(self, *shape: int, stays: bool = False) -> Tensor:
         """A new tensor for weights, not initialised; `stays`: where it is filled, and is read in every step."""
@@ -50,6 +50,11 @@ class LayerContext:
         """Lay out what the user may want in 8 bits; see `Kernels.pack_linear`."""
         lay_out = self.kernels.quantize_linear if self.int8_linears else self.kernels.pack_linear
         return lay_out(weight_OI, bias_O)
+
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """Lay out experts, in 8 bits if the user wants it and the kernels can; see `Kernels.pack_experts`."""
+        is_int8 = self.int8_linears and self.kernels.quantizes_experts
+        return (self.kernels.quantize_experts if is_int8 else self.kernels.pack_experts)(weights)
 
     def pack_head(self, weight_VE: Tensor, bias_V: Tensor | None, *, is_shared: bool) -> PackedLinear:
         """Lay out the head, in 8 bits if the user wants it, which is a copy; see `Kernels.pack_head`."""

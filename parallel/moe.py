@@ -99,7 +99,7 @@ class Experts:
             activation=description.activation if moe.clamped_gate is None else None,
             clamped_gate=moe.clamped_gate,
         )
-        self._kernels = context.kernels
+        self._context = context
         self._packed: PackedExperts
         self._route: Callable[[Tensor], Tensor] | None = None
 
@@ -136,7 +136,7 @@ class Experts:
     def finish_loading(self, router: Router) -> None:
         """Hand all experts to the kernels, before the router's weight."""
         assert self._weights is not None, "finish_loading is called once"
-        self._packed = self._kernels.pack_experts(self._weights)
+        self._packed = self._context.pack_experts(self._weights)
         if isinstance(self._packed, RoutingExperts):
             self._route = self._packed.routed_by(self._moe, *router.weights)
         self._weights = None

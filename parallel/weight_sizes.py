@@ -15,7 +15,7 @@ from parallel.shard import ShardedParameter
 
 _SPECIAL = ("embedding.weight", "positions.weight", "head.weight")
 """Rows are looked up in the first two; the head, or the first in its place, is read whole."""
-_NEVER_INT8 = (".experts.", ".router.", ".shared_gate.", ".k_up.", ".v_up.")
+_NEVER_INT8 = (".router.", ".shared_gate.", ".k_up.", ".v_up.")
 """Matrices that stay in the dtype of the model."""
 
 
@@ -44,6 +44,7 @@ class WeightSizes:
         *,
         has_head: bool,
         int8_linears: bool,
+        int8_experts: bool,
     ) -> "WeightSizes":
         """Counted from the parameters of a rank of this model; `has_head`: it is on the last stage."""
         body, experts, others = Counter[bool](), Counter[bool](), Counter[str]()  # elements; bools: of a matrix
@@ -54,8 +55,9 @@ class WeightSizes:
             if source in _SPECIAL:
                 others[source] += size
             else:
-                (experts if ".experts." in source else body)[is_matrix] += size
-                if is_matrix and not any(part in source for part in _NEVER_INT8):
+                is_expert = ".experts." in source
+                (experts if is_expert else body)[is_matrix] += size
+                if is_matrix and not is_expert and not any(part in source for part in _NEVER_INT8):
                     num_linear += size
         head = others["embedding.weight" if description.tie_embeddings else "head.weight"] if has_head else 0
         linear_bytes = 1 if int8_linears else dtype.itemsize
@@ -63,7 +65,7 @@ class WeightSizes:
         return cls(
             num_parameters=body.total() + experts.total() + others.total(),
             always_bytes=(body.total() - num_linear) * dtype.itemsize + (num_linear + head) * linear_bytes,
-            expert_bytes=experts.total() * dtype.itemsize,
+            expert_bytes=experts[True] * (1 if int8_experts else dtype.itemsize) + experts[False] * dtype.itemsize,
             matrix_elements=body[True],
             expert_elements=experts[True],
             head_elements=head,

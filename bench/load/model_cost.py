@@ -46,14 +46,21 @@ class ModelCost:
         *,
         int8_linears: bool = False,
         int8_cache: bool = False,
+        int8_experts: bool = True,
     ) -> "ModelCost":
-        """Count what the decoder would load. Raises ModelError when it cannot be built."""
+        """Count what the decoder would load. Raises ModelError when it cannot be built.
+
+        Args:
+            int8_experts: with `int8_linears` experts are in 8 bits too, as on a CPU.
+        """
+        kernels = ReferenceKernels()
+        kernels.quantizes_experts = int8_experts
         decoder = Decoder(
             description,
             mesh=Mesh.single(),
             device=torch.device("meta"),
             dtype=dtype,
-            kernels=ReferenceKernels(),
+            kernels=kernels,
             int8_linears=int8_linears,
             int8_cache=int8_cache,
         )

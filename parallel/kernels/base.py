@@ -189,6 +189,15 @@ class Kernels(Protocol):
     def pack_experts(self, weights: ExpertWeights) -> "PackedExperts":
         """Lay out the experts of a layer, once, after loading. The caller drops its own references to them."""
 
+    quantizes_experts: bool
+    """Whether `quantize_experts` does; else experts stay in the dtype of the model."""
+
+    def quantize_experts(self, weights: ExpertWeights) -> "PackedExperts":
+        """Lay out the experts of a layer for products in 8 bits, each matrix as `quantize_linear` does. Always a copy.
+
+        Called where `quantizes_experts` alone.
+        """
+
     def pack_gate(self, weight_1E: Tensor) -> RowGate:
         """Lay out the weight of one logit per token, once, after loading, as `pack_linear` does others."""
 

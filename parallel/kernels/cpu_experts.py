@@ -1,5 +1,6 @@
 """Experts on a CPU: each expert's two matrices packed like those of any linear layer, only the chosen ones run."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -7,15 +8,22 @@ from torch import Tensor
 
 from parallel.kernels.base import ExpertWeights, PackedLinear
 from parallel.kernels.cpu_linear import pack_linear
+from parallel.kernels.reference import pack_each
 
 
 class CpuExperts:
-    """Tokens are sorted by expert, so that each matrix is read once a step."""
+    """Tokens are sorted by expert, so that each matrix is read once a step.
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    Args:
+        pack: lays out one matrix, with its bias.
+    """
+
+    def __init__(
+        self, weights: ExpertWeights, pack: Callable[[Tensor, Tensor | None], PackedLinear] = pack_linear
+    ) -> None:
         self._activate = weights.activate
-        self._into = _pack(weights.into_XJE, weights.into_bias_XJ)
-        self._down = _pack(weights.down_XEI, weights.down_bias_XE)
+        self._into = pack_each(weights.into_XJE, weights.into_bias_XJ, pack)
+        self._down = pack_each(weights.down_XEI, weights.down_bias_XE, pack)
 
     def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
         """See `PackedExperts`."""
@@ -46,8 +54,3 @@ class CpuExperts:
 
     def _run(self, expert: int, x_TE: Tensor) -> Tensor:
         return self._down[expert](self._activate(self._into[expert](x_TE)))
-
-
-def _pack(weight_XOI: Tensor, bias_XO: Tensor | None) -> list[PackedLinear]:
-    biases = [None] * len(weight_XOI) if bias_XO is None else list(bias_XO.unbind())
-    return [pack_linear(weight, bias) for weight, bias in zip(weight_XOI.unbind(), biases, strict=True)]

@@ -35,6 +35,7 @@ class CpuKernels:
 
     name = "cpu"
     attention_backend = "torch"
+    quantizes_experts = True
 
     def __init__(self, slowness: str = "") -> None:
         """`slowness`: see `Kernels`."""
@@ -62,6 +63,10 @@ class CpuKernels:
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
         return CpuExperts(weights)
+
+    def quantize_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """See `Kernels.quantize_experts`."""
+        return CpuExperts(weights, Int8Linear)
 
     def pack_gate(self, weight_1E: Tensor) -> RowGate:
         """See `Kernels.pack_gate`."""

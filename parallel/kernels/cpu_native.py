@@ -61,6 +61,7 @@ class NativeCpuKernels:
     name = "cpu-native"
     attention_backend = "native"
     slowness = ""
+    quantizes_experts = True
 
     def __init__(
         self,
@@ -131,6 +132,13 @@ class NativeCpuKernels:
         if self._programs is not None and can_pack_experts(weights):
             return NativeExperts(weights, self._programs, self._recorder, self._num_threads)
         return self._torch.pack_experts(weights)
+
+    def quantize_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """See `Kernels.quantize_experts`."""
+        operations = self._int8.get(weights.into_XJE.dtype)
+        if self._programs is not None and operations is not None and can_pack_experts(weights):
+            return NativeExperts(weights, self._programs, self._recorder, self._num_threads, int8=operations)
+        return self._torch.quantize_experts(weights)
 
     def pack_gate(self, weight_1E: Tensor) -> RowGate:
         """See `Kernels.pack_gate`."""

@@ -49,6 +49,7 @@ class CudaKernels(ReferenceKernels):
     """
 
     name = "cuda"
+    quantizes_experts = False
 
     def __init__(
         self,

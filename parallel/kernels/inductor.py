@@ -61,6 +61,7 @@ class InductorKernels(ReferenceKernels):
         self.name = f"{inner.name}, compiled"
         self.attention_backend = inner.attention_backend
         self.slowness = inner.slowness
+        self.quantizes_experts = inner.quantizes_experts
         self._cache = (cache or default_cache()) / "torch" / _machine()
         self._compile_piece = compile_piece
         self._tape: Tape | None = None
@@ -87,8 +88,13 @@ class InductorKernels(ReferenceKernels):
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
-        experts = self._inner.pack_experts(weights)
+        return self._noted(self._inner.pack_experts(weights))
 
+    def quantize_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """See `Kernels.quantize_experts`."""
+        return self._noted(self._inner.quantize_experts(weights))
+
+    def _noted(self, experts: PackedExperts) -> PackedExperts:
         def run(x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
             if self._tape is None:
                 return experts(x_TE, experts_TC, weights_TC)

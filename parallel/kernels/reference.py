@@ -49,27 +49,32 @@ class ReferenceLinear:
 
 
 class ReferenceExperts:
-    """Experts as they were loaded, one after the other."""
+    """One expert after the other; `pack` lays out one matrix, with its bias."""
 
-    def __init__(self, weights: ExpertWeights) -> None:
-        self._weights = weights
+    def __init__(
+        self, weights: ExpertWeights, pack: Callable[[Tensor, Tensor | None], PackedLinear] = ReferenceLinear
+    ) -> None:
+        self._activate = weights.activate
+        self._into = pack_each(weights.into_XJE, weights.into_bias_XJ, pack)
+        self._down = pack_each(weights.down_XEI, weights.down_bias_XE, pack)
 
     def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
         """See `PackedExperts`."""
         total_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
-        for expert in range(len(self._weights.into_XJE)):
+        for expert, (into, down) in enumerate(zip(self._into, self._down, strict=True)):
             tokens, choices = torch.where(experts_TC == expert)
             if len(tokens):
-                result_TE = self._run(expert, x_TE[tokens]).float() * weights_TC[tokens, choices].unsqueeze(1)
+                result_TE = down(self._activate(into(x_TE[tokens]))).float() * weights_TC[tokens, choices].unsqueeze(1)
                 total_TE.index_add_(0, tokens, result_TE)
         return total_TE.to(x_TE.dtype)
 
-    def _run(self, expert: int, x_TE: Tensor) -> Tensor:
-        weights = self._weights
-        into_bias = None if weights.into_bias_XJ is None else weights.into_bias_XJ[expert]
-        down_bias = None if weights.down_bias_XE is None else weights.down_bias_XE[expert]
-        inner_TI = weights.activate(F.linear(x_TE, weights.into_XJE[expert], into_bias))
-        return F.linear(inner_TI, weights.down_XEI[expert], down_bias)
+
+def pack_each(
+    weight_XOI: Tensor, bias_XO: Tensor | None, pack: Callable[[Tensor, Tensor | None], PackedLinear]
+) -> list[PackedLinear]:
+    """The matrix of each expert, laid out by `pack`."""
+    biases = [None] * len(weight_XOI) if bias_XO is None else list(bias_XO.unbind())
+    return [pack(weight, bias) for weight, bias in zip(weight_XOI.unbind(), biases, strict=True)]
 
 
 def rotate_then_write(
@@ -96,6 +101,7 @@ class ReferenceKernels:
     name = "reference"
     attention_backend = "torch"
     slowness = ""
+    quantizes_experts = True
 
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
         """Anywhere."""
@@ -116,6 +122,10 @@ class ReferenceKernels:
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """Keep them as they are."""
         return ReferenceExperts(weights)
+
+    def quantize_experts(self, weights: ExpertWeights) -> PackedExperts:
+        """See `Kernels.quantize_experts`."""
+        return ReferenceExperts(weights, Int8Linear)
 
     def pack_gate(self, weight_1E: Tensor) -> RowGate:
         """See `Kernels.pack_gate`."""

@@ -3,28 +3,33 @@
 //
 //     x [T, E] -> a row for each pair [R, E] -> gates times what they gate [R, I] -> down [R, E] -> times weights, summed [T, E]
 //
-// The shares of all runs make one section of the team: small experts are not shared out one by one, among cores that wait.
+// The shares of all runs make one section of the team: small experts are not shared out one by one, among cores that wait. In 8 bits
+// the left sides of both products are quantized before them, row by row.
 
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <vector>
 
 #include "matrix.h"
+#include "matrix_int8.h"
 
 #ifdef WEFT_HAS_PACKED_MATRIX
 
 namespace weft {
 
-// Of X experts, one after the other: packed matrices of whole panels, and biases or null. Mirrored by ctypes in library.py.
+// Of X experts, one after the other: packed matrices of whole panels, and biases or null; in 8 bits all of them as one matrix. Mirrored
+// by ctypes in library.py.
 struct ExpertMatrices {
     const void *into, *into_bias;  // [X][2I, E], gates and what they gate; [X, 2I]
     const void *down, *down_bias;  // [X][E, I]; [X, E]
     int64_t num_experts;
     int32_t hidden_size, inner_size;  // E and I, multiples of PANEL
     GateClamp clamp;
+    int32_t is_int8;
 };
 
 // How a router chooses among as many experts from a logit of each.
@@ -58,19 +63,10 @@ inline void choose_experts(int64_t* experts, float* weights, const BFloat16* log
     for (int c = 0; c < choice.num_chosen; c++) weights[c] *= scale;
 }
 
+// What experts give for some tokens.
 class ExpertProducts {
   public:
-    static constexpr int SECTIONS = 6;
-
-    // Values of scratch memory for any choice.
-    static int64_t scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
-        return most_rows(num_tokens, num_chosen, matrices) * (matrices.hidden_size + matrices.inner_size);
-    }
-
-    ExpertProducts(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, BFloat16* scratch, int num_threads)
-        : out_(out), x_(x), matrices_(matrices), num_chosen_(num_chosen), num_threads_(num_threads), rows_(scratch),
-          inner_(scratch + most_rows(x.count, num_chosen, matrices) * matrices.hidden_size), experts_(size_t(x.count * num_chosen)),
-          weights_(experts_.size()), summands_(experts_.size()), num_summands_(size_t(x.count)) {}
+    static constexpr int SECTIONS = 7;
 
     // Of all tokens [tokens, chosen]. Experts other than 0 .. X - 1 add nothing.
     void set_chosen(const int64_t* experts, const float* weights) {
@@ -87,21 +83,22 @@ class ExpertProducts {
         team.for_each(1, [=](int64_t) { set_chosen(experts_.data(), weights_.data()); });
     }
 
-    void run(Team& team) const {
-        if (gathers()) gather(team);
-        into_.run<true>(team);
-        down_.run<false>(team);
-        add_up(team);
-    }
+    virtual void run(Team& team) const = 0;
+    virtual ~ExpertProducts() = default;
 
-  private:
-    // Rows of one expert. They are packed where products want them so.
+  protected:
+    // Rows: [most_rows, E], later of results: a row's result takes its place.
+    ExpertProducts(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, BFloat16* rows, int num_threads)
+        : x_(x), matrices_(matrices), num_threads_(num_threads), rows_(rows), out_(out), num_chosen_(num_chosen),
+          experts_(size_t(x.count * num_chosen)), weights_(experts_.size()), summands_(experts_.size()), num_summands_(size_t(x.count)) {}
+
+    // Rows of one expert. They may lie in blocks.
     struct Run {
         int64_t expert, first_pair, first_row;
         int count;
-        bool is_packed;
+        bool has_blocks;
 
-        int64_t room() const { return is_packed ? divide_up(count, ROWS) * ROWS : count; }
+        int64_t room() const { return has_blocks ? divide_up(count, ROWS) * ROWS : count; }
     };
 
     struct Pair {
@@ -113,67 +110,26 @@ class ExpertProducts {
         float weight;
     };
 
-    // One product for each run.
-    class Products {
-      public:
-        void add(const Target<BFloat16>& out, const LeftRows& left, const PackedMatrix& matrix, int num_threads) {
-            const Shares shares(left.count, parts_of(left.is_packed, matrix.num_in), out.num_out, num_threads);
-            products_.push_back({out, left, matrix, shares, num_shares_});
-            num_shares_ += shares.count;
-        }
+    virtual bool has_blocks(int count) const = 0;
+    virtual void add_products(const Run& run) = 0;
 
-        template <bool IS_GATED>
-        void run(Team& team) const {
-#ifdef WEFT_HAS_AMX
-            if (may_use_tiles()) return run_by<SharesByTiles<IS_GATED, Target<BFloat16>>>(team);
-#endif
-            run_by<SharesByVectors<IS_GATED, Target<BFloat16>>>(team);
-        }
-
-      private:
-        struct Product {
-            Target<BFloat16> out;
-            LeftRows left;
-            PackedMatrix matrix;
-            Shares shares;
-            int64_t first_share;
-        };
-
-        template <class MultiplyShare>
-        void run_by(Team& team) const {
-            std::optional<MultiplyShare> multiply;  // of the product that this thread is at
-            const Product* at = nullptr;
-            team.for_each(num_shares_, [&](int64_t item) {
-                const Product& product = product_of(item);
-                if (&product != at) multiply.emplace(product.out, product.left, product.matrix);
-                at = &product;
-                (*multiply)(product.shares.share(item - product.first_share), panel_after(product, item + team.size()));
-            });
-        }
-
-        const Product& product_of(int64_t item) const {
-            const auto is_before = [](int64_t item, const Product& product) { return item < product.first_share; };
-            return *(std::upper_bound(products_.begin(), products_.end(), item, is_before) - 1);
-        }
-
-        // Where a share begins, as a panel of this product's matrix; the others' lie in one row with it.
-        int64_t panel_after(const Product& product, int64_t item) const {
-            const Product& next = product_of(std::min(item, num_shares_ - 1));
-            return (next.matrix.values - product.matrix.values) / (PANEL * product.matrix.num_in) + next.shares.begin(item - next.first_share);
-        }
-
-        std::vector<Product> products_;
-        int64_t num_shares_ = 0;
-    };
-
-    // Rows of all experts together: runs that are packed have whole blocks.
+    // Rows of all experts together, for any choice.
     static int64_t most_rows(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
         const int64_t num_pairs = num_tokens * num_chosen;
         return num_pairs + (ROWS - 1) * std::min(matrices.num_experts, num_pairs);
     }
 
-    // One token is read where it is.
-    bool gathers() const { return x_.count > 1; }
+    // Calls work(run, row of the run, token) for each pair.
+    template <class Work>
+    void for_each_pair(Team& team, const Work& work) const {
+        const int64_t num_pairs = int64_t(pairs_.size());
+        team.for_each(divide_up(num_pairs, TOGETHER), [&](int64_t item) {
+            for (int64_t i = item * TOGETHER; i < std::min(num_pairs, (item + 1) * TOGETHER); i++) {
+                const Run& run = runs_[pairs_[i].run];
+                work(run, int(i - run.first_pair), pairs_[i].token);
+            }
+        });
+    }
 
     // Each token's summands are in the order of their experts, so that its bits do not depend on other tokens.
     void sort(const int64_t* experts, const float* weights) {
@@ -191,7 +147,7 @@ class ExpertProducts {
         for (int64_t expert = 0; expert < num_experts; expert++) {
             const int count = int(ends[expert + 1] - ends[expert]);
             if (!count) continue;
-            const Run run{expert, ends[expert], first_row, count, needs_packing(count)};
+            const Run run{expert, ends[expert], first_row, count, has_blocks(count)};
             for (int row = 0; row < count; row++) {
                 const int64_t pair = sorted[run.first_pair + row], token = pair / num_chosen_;
                 pairs_.push_back({token, int64_t(runs_.size())});
@@ -200,34 +156,6 @@ class ExpertProducts {
             runs_.push_back(run);
             first_row += run.room();
         }
-    }
-
-    void add_products(const Run& run) {
-        const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
-        const auto matrix = [&](const void* values, const void* bias, int64_t num_out, int64_t num_in, GateClamp clamp = {}) {
-            const auto* of_all = static_cast<const BFloat16*>(bias);
-            return PackedMatrix{static_cast<const BFloat16*>(values) + run.expert * num_out * num_in,
-                                of_all ? of_all + run.expert * num_out : nullptr, num_out, int(num_in), clamp};
-        };
-        BFloat16* const rows = rows_ + run.first_row * hidden_size;
-        const Target<BFloat16> inner{inner_ + run.first_row * inner_size, inner_size, run.is_packed};
-        const LeftRows left = gathers() ? LeftRows{rows, hidden_size, run.count, run.is_packed} : x_;
-        into_.add(inner, left, matrix(matrices_.into, matrices_.into_bias, 2 * inner_size, hidden_size, matrices_.clamp), num_threads_);
-        const LeftRows of_inner{inner.values, inner_size, run.count, run.is_packed};
-        down_.add({rows, hidden_size}, of_inner, matrix(matrices_.down, matrices_.down_bias, hidden_size, inner_size), num_threads_);
-    }
-
-    void gather(Team& team) const {
-        const int64_t num_pairs = int64_t(pairs_.size()), hidden_size = matrices_.hidden_size;
-        team.for_each(divide_up(num_pairs, TOGETHER), [=](int64_t item) {
-            for (int64_t i = item * TOGETHER; i < std::min(num_pairs, (item + 1) * TOGETHER); i++) {
-                const Run& run = runs_[pairs_[i].run];
-                const Target<BFloat16> to{rows_ + run.first_row * hidden_size, hidden_size, run.is_packed};
-                const BFloat16* from = x_.x + pairs_[i].token * x_.stride;
-                for (int64_t panel = 0; panel < hidden_size / PANEL; panel++)
-                    std::copy_n(from + panel * PANEL, PANEL, to.at(i - run.first_pair, panel));
-            }
-        });
     }
 
     void add_up(Team& team) const {
@@ -246,22 +174,255 @@ class ExpertProducts {
         });
     }
 
-    static constexpr int64_t TOGETHER = 16;  // tokens, or rows
-    BFloat16* const out_;
     const LeftRows x_;
     const ExpertMatrices matrices_;
-    const int64_t num_chosen_;
     const int num_threads_;
-    BFloat16* const rows_;  // of x, and later of results: a row's result takes its place
-    BFloat16* const inner_;
+    BFloat16* const rows_;
+
+  private:
+    static constexpr int64_t TOGETHER = 16;  // tokens, or rows
+    BFloat16* const out_;
+    const int64_t num_chosen_;
     std::vector<int64_t> experts_;       // [tokens, chosen], where they are chosen here
     std::vector<float> weights_;
     std::vector<Summand> summands_;      // [tokens, chosen], of which each token has
     std::vector<int64_t> num_summands_;  // so many
     std::vector<Run> runs_;
     std::vector<Pair> pairs_;  // sorted by expert
-    Products into_, down_;
 };
+
+// One product for each run. Numbers: InBFloat16, In8Bits.
+template <class Numbers>
+class ProductsOfRuns {
+    using Left = typename Numbers::Left;
+    using Matrix = typename Numbers::Matrix;
+
+  public:
+    void add(const Target<BFloat16>& out, const Left& left, const Matrix& matrix, int num_threads) {
+        const Shares shares(Numbers::num_rows(left), Numbers::parts_of(left, matrix), out.num_out, num_threads);
+        products_.push_back({out, left, matrix, shares, num_shares_});
+        num_shares_ += shares.count;
+    }
+
+    template <bool IS_GATED>
+    void run(Team& team) const {
+        Numbers::template choose_shares<IS_GATED>([&](auto shares) { run_by<typename decltype(shares)::Type>(team); });
+    }
+
+  private:
+    struct Product {
+        Target<BFloat16> out;
+        Left left;
+        Matrix matrix;
+        Shares shares;
+        int64_t first_share;
+    };
+
+    template <class MultiplyShare>
+    void run_by(Team& team) const {
+        std::optional<MultiplyShare> multiply;  // of the product that this thread is at
+        const Product* at = nullptr;
+        team.for_each(num_shares_, [&](int64_t item) {
+            const Product& product = product_of(item);
+            if (&product != at) multiply.emplace(product.out, product.left, product.matrix);
+            at = &product;
+            (*multiply)(product.shares.share(item - product.first_share), panel_after(product, item + team.size()));
+        });
+    }
+
+    const Product& product_of(int64_t item) const {
+        const auto is_before = [](int64_t item, const Product& product) { return item < product.first_share; };
+        return *(std::upper_bound(products_.begin(), products_.end(), item, is_before) - 1);
+    }
+
+    // Where a share begins, as a panel of this product's matrix; the others' lie in one row with it.
+    int64_t panel_after(const Product& product, int64_t item) const {
+        const Product& next = product_of(std::min(item, num_shares_ - 1));
+        return (next.matrix.values - product.matrix.values) / Numbers::panel_size(product.matrix) + next.shares.begin(item - next.first_share);
+    }
+
+    std::vector<Product> products_;
+    int64_t num_shares_ = 0;
+};
+
+template <class T>
+struct TypeOf {
+    using Type = T;
+};
+
+struct InBFloat16 {
+    using Left = LeftRows;
+    using Matrix = PackedMatrix;
+
+    static int num_rows(const Left& left) { return left.count; }
+    static Parts parts_of(const Left& left, const Matrix& matrix) { return weft::parts_of(left.is_packed, matrix.num_in); }
+    static int64_t panel_size(const Matrix& matrix) { return int64_t(PANEL) * matrix.num_in; }
+
+    template <bool IS_GATED, class Work>
+    static void choose_shares(const Work& work) {
+#ifdef WEFT_HAS_AMX
+        if (may_use_tiles()) return work(TypeOf<SharesByTiles<IS_GATED, Target<BFloat16>>>{});
+#endif
+        work(TypeOf<SharesByVectors<IS_GATED, Target<BFloat16>>>{});
+    }
+};
+
+class ExpertsInBFloat16 final : public ExpertProducts {
+  public:
+    static int64_t scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
+        return most_rows(num_tokens, num_chosen, matrices) * (matrices.hidden_size + matrices.inner_size) * int64_t(sizeof(BFloat16));
+    }
+
+    ExpertsInBFloat16(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
+        : ExpertProducts(out, x, matrices, num_chosen, static_cast<BFloat16*>(scratch), num_threads),
+          inner_(rows_ + most_rows(x.count, num_chosen, matrices) * matrices.hidden_size) {}
+
+    void run(Team& team) const override {
+        if (gathers()) gather(team);
+        into_.run<true>(team);
+        down_.run<false>(team);
+        add_up(team);
+    }
+
+  private:
+    bool has_blocks(int count) const override { return needs_packing(count); }
+
+    // One token is read where it is.
+    bool gathers() const { return x_.count > 1; }
+
+    void add_products(const Run& run) override {
+        const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
+        const auto matrix = [&](const void* values, const void* bias, int64_t num_out, int64_t num_in, GateClamp clamp = {}) {
+            const auto* of_all = static_cast<const BFloat16*>(bias);
+            return PackedMatrix{static_cast<const BFloat16*>(values) + run.expert * num_out * num_in,
+                                of_all ? of_all + run.expert * num_out : nullptr, num_out, int(num_in), clamp};
+        };
+        BFloat16* const rows = rows_ + run.first_row * hidden_size;
+        const Target<BFloat16> inner{inner_ + run.first_row * inner_size, inner_size, run.has_blocks};
+        const LeftRows left = gathers() ? LeftRows{rows, hidden_size, run.count, run.has_blocks} : x_;
+        into_.add(inner, left, matrix(matrices_.into, matrices_.into_bias, 2 * inner_size, hidden_size, matrices_.clamp), num_threads_);
+        const LeftRows of_inner{inner.values, inner_size, run.count, run.has_blocks};
+        down_.add({rows, hidden_size}, of_inner, matrix(matrices_.down, matrices_.down_bias, hidden_size, inner_size), num_threads_);
+    }
+
+    void gather(Team& team) const {
+        const int64_t hidden_size = matrices_.hidden_size;
+        for_each_pair(team, [=](const Run& run, int row, int64_t token) {
+            const Target<BFloat16> to{rows_ + run.first_row * hidden_size, hidden_size, run.has_blocks};
+            const BFloat16* from = x_.x + token * x_.stride;
+            for (int64_t panel = 0; panel < hidden_size / PANEL; panel++) std::copy_n(from + panel * PANEL, PANEL, to.at(row, panel));
+        });
+    }
+
+    BFloat16* const inner_;
+    ProductsOfRuns<InBFloat16> into_, down_;
+};
+
+#ifdef WEFT_HAS_INT8
+
+struct In8Bits {
+    using Left = int8::Left;
+    using Matrix = int8::Matrix<BFloat16>;
+
+    static int num_rows(const Left& left) { return left.num_rows; }
+    static Parts parts_of(const Left& left, const Matrix&) { return int8::parts_of(left); }
+    static int64_t panel_size(const Matrix& matrix) { return int8::num_steps(matrix.num_in) * int64_t(int8::STEP_SIZE); }
+
+    template <bool IS_GATED, class Work>
+    static void choose_shares(const Work& work) {
+#ifdef WEFT_HAS_AMX_INT8
+        if (int8::use_tiles()) return work(TypeOf<int8::SharesByTiles<IS_GATED, Target<BFloat16>>>{});
+#endif
+        work(TypeOf<int8::SharesByVectors<IS_GATED, Target<BFloat16>>>{});
+    }
+};
+
+class ExpertsIn8Bits final : public ExpertProducts {
+  public:
+    static int64_t scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
+        const int64_t hidden_size = matrices.hidden_size, inner_size = matrices.inner_size;
+        const int64_t of_row = (hidden_size + inner_size) * int64_t(sizeof(BFloat16)) + row_size(hidden_size) + row_size(inner_size) + 2 * int64_t(sizeof(float));
+        return most_rows(num_tokens, num_chosen, matrices) * of_row;
+    }
+
+    ExpertsIn8Bits(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
+        : ExpertProducts(out, x, matrices, num_chosen, static_cast<BFloat16*>(scratch), num_threads),
+          all_into_(matrices.into, matrices.into_bias, 2 * matrices.inner_size * matrices.num_experts, matrices.hidden_size),
+          all_down_(matrices.down, matrices.down_bias, matrices.hidden_size * matrices.num_experts, matrices.inner_size) {
+        const int64_t most = most_rows(x.count, num_chosen, matrices);
+        inner_ = rows_ + most * matrices.hidden_size;
+        quantized_x_ = reinterpret_cast<int8_t*>(inner_ + most * matrices.inner_size);
+        quantized_inner_ = quantized_x_ + most * row_size(matrices.hidden_size);
+        scales_ = reinterpret_cast<float*>(quantized_inner_ + most * row_size(matrices.inner_size));
+        inner_scales_ = scales_ + most;
+        all_into_.clamp = matrices.clamp;
+    }
+
+    void run(Team& team) const override {
+        for_each_pair(team, [=](const Run& run, int row, int64_t token) { quantize(of_x(run), row, x_.x + token * x_.stride, matrices_.hidden_size); });
+        into_.run<true>(team);
+        const int64_t inner_size = matrices_.inner_size;
+        for_each_pair(team, [=](const Run& run, int row, int64_t) {
+            quantize(of_inner(run), row, inner_ + (run.first_row + row) * inner_size, int(inner_size));
+        });
+        down_.run<false>(team);
+        add_up(team);
+    }
+
+  private:
+    // Bytes of a row that is quantized.
+    static int64_t row_size(int64_t num_in) { return int64_t(int8::num_steps(int(num_in))) * int8::Left::ROW_BYTES; }
+
+    static void quantize(const int8::Left& left, int row, const BFloat16* from, int num_in) {
+        left.scales[row] = int8::quantize_row(left.row(row), left.step_stride(), from, num_in, int8::use_tiles() ? 0 : 0x80);
+        left.finish_row(row);
+    }
+
+    bool has_blocks(int count) const override { return count > int8::Left::ROWS; }
+
+    int8::Left of_x(const Run& run) const {
+        const int num_in = matrices_.hidden_size;
+        return {quantized_x_ + run.first_row * row_size(num_in), scales_ + run.first_row, run.count, num_in};
+    }
+    int8::Left of_inner(const Run& run) const {
+        const int num_in = matrices_.inner_size;
+        return {quantized_inner_ + run.first_row * row_size(num_in), inner_scales_ + run.first_row, run.count, num_in};
+    }
+
+    void add_products(const Run& run) override {
+        const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
+        const auto of_expert = [&](const int8::Matrix<BFloat16>& all, int64_t num_out) {
+            return all.slice(run.expert * num_out / PANEL, num_out / PANEL);
+        };
+        into_.add({inner_ + run.first_row * inner_size, inner_size}, of_x(run), of_expert(all_into_, 2 * inner_size), num_threads_);
+        down_.add({rows_ + run.first_row * hidden_size, hidden_size}, of_inner(run), of_expert(all_down_, hidden_size), num_threads_);
+    }
+
+    int8::Matrix<BFloat16> all_into_, all_down_;  // of all experts, one after the other
+    BFloat16* inner_;
+    int8_t *quantized_x_, *quantized_inner_;
+    float *scales_, *inner_scales_;
+    ProductsOfRuns<In8Bits> into_, down_;
+};
+
+#endif
+
+// Bytes of scratch memory for any choice.
+inline int64_t experts_scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
+#ifdef WEFT_HAS_INT8
+    if (matrices.is_int8) return ExpertsIn8Bits::scratch_size(num_tokens, num_chosen, matrices);
+#endif
+    return ExpertsInBFloat16::scratch_size(num_tokens, num_chosen, matrices);
+}
+
+// Scratch: on the boundary of a cache line.
+inline std::unique_ptr<ExpertProducts> make_expert_products(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen,
+                                                            void* scratch, int num_threads) {
+#ifdef WEFT_HAS_INT8
+    if (matrices.is_int8) return std::make_unique<ExpertsIn8Bits>(out, x, matrices, num_chosen, scratch, num_threads);
+#endif
+    return std::make_unique<ExpertsInBFloat16>(out, x, matrices, num_chosen, scratch, num_threads);
+}
 
 }  // namespace weft
 

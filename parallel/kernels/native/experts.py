@@ -10,7 +10,8 @@ from torch import Tensor
 from parallel.description import Activation, MoeDescription, RouterScore
 from parallel.host_memory import HugePages
 from parallel.kernels.base import ExpertWeights
-from parallel.kernels.native.library import ExpertChoice, ExpertLayer, ExpertMatrices, Programs
+from parallel.kernels.native.int8_linear import pack_int8
+from parallel.kernels.native.library import ExpertChoice, ExpertLayer, ExpertMatrices, Int8Operations, Programs
 from parallel.kernels.native.packed_linear import PANEL, NativeLinear, in_rows
 from parallel.kernels.native.tape import Recorder, Tape
 
@@ -26,10 +27,21 @@ def can_pack_experts(weights: ExpertWeights) -> bool:
 
 
 class NativeExperts:
-    """Implements `RoutingExperts`; the weights are laid out where they are."""
+    """Implements `RoutingExperts`; the weights are laid out where they are, or, in 8 bits, given up.
 
-    def __init__(self, weights: ExpertWeights, programs: Programs, recorder: Recorder, num_threads: int) -> None:
-        self._weights = weights
+    Args:
+        int8: what multiplies in 8 bits; None: experts stay in bfloat16.
+    """
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        programs: Programs,
+        recorder: Recorder,
+        num_threads: int,
+        *,
+        int8: Int8Operations | None = None,
+    ) -> None:
         self._programs = programs
         self._recorder = recorder
         self._num_threads = num_threads
@@ -37,21 +49,29 @@ class NativeExperts:
             for into in (weights.into_XJE, weights.into_bias_XJ):
                 if into is not None:
                     _put_gates_first(into)
-        for weight in (weights.into_XJE, weights.down_XEI):
-            num_experts, num_out, num_in = weight.shape
-            address = weight.data_ptr()
-            programs.pack_matrix(address, address, num_experts * num_out, num_in, num_threads)
+        into, down = (self._pack(weight.flatten(0, 1), int8) for weight in (weights.into_XJE, weights.down_XEI))
+        self._kept = into, down, weights.into_bias_XJ, weights.down_bias_XE
+        num_experts, hidden_size, inner_size = weights.down_XEI.shape
         self._matrices = ExpertMatrices(
-            into=weights.into_XJE.data_ptr(),
+            into=into.data_ptr(),
             into_bias=_address(weights.into_bias_XJ),
-            down=weights.down_XEI.data_ptr(),
+            down=down.data_ptr(),
             down_bias=_address(weights.down_bias_XE),
-            num_experts=len(weights.down_XEI),
-            hidden_size=weights.down_XEI.shape[1],
-            inner_size=weights.down_XEI.shape[2],
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            inner_size=inner_size,
             clamp_alpha=weights.clamped_gate.alpha if weights.clamped_gate else 0.0,
             clamp_limit=weights.clamped_gate.limit if weights.clamped_gate else 0.0,
+            is_int8=int8 is not None,
         )
+
+    def _pack(self, weight_OI: Tensor, int8: Int8Operations | None) -> Tensor:
+        """Lay out the matrices of all experts, one under the other."""
+        if int8 is not None:
+            return pack_int8(weight_OI, int8, self._num_threads, memory=HugePages(), keeps_weight=False)
+        address = weight_OI.data_ptr()
+        self._programs.pack_matrix(address, address, *weight_OI.shape, self._num_threads)
+        return weight_OI
 
     def __call__(self, x_TE: Tensor, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
         """See `PackedExperts`."""

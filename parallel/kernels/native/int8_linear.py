@@ -17,6 +17,23 @@ _PACKED_AT_ONCE = 1 << 19
 """Elements."""
 
 
+def pack_int8(
+    weight_OI: Tensor, operations: Int8Operations, num_threads: int, *, memory: HugePages, keeps_weight: bool
+) -> Tensor:
+    """Lay out a weight; for `keeps_weight` see `NativeInt8Linear`."""
+    num_out, num_in = weight_OI.shape
+    num_panels, num_steps = -(-num_out // PANEL), -(-num_in // _STEP)
+    packed = memory.empty(num_panels * PANEL * (num_steps * _STEP + _OUTPUT_BYTES), torch.int8)
+    weight_OI = weight_OI.contiguous()
+    step = max(1, _PACKED_AT_ONCE // num_in // PANEL) * PANEL
+    for start in range(0, num_out, step):
+        rows = weight_OI[start : start + step]
+        operations.pack(packed.data_ptr(), num_out, num_in, rows.data_ptr(), start, len(rows), num_threads)
+        if not keeps_weight:
+            forget(rows)  # so that a matrix is never there twice
+    return packed
+
+
 class NativeInt8Linear:
     """Implements `DrawnLinear` with the bits of `Int8Linear`.
 
@@ -36,23 +53,12 @@ class NativeInt8Linear:
         keeps_weight: bool,
     ) -> None:
         self._num_out, self._num_in = weight_OI.shape
-        num_panels, num_steps = -(-self._num_out // PANEL), -(-self._num_in // _STEP)
-        self._packed = memory.empty(num_panels * PANEL * (num_steps * _STEP + _OUTPUT_BYTES), torch.int8)
+        self._packed = pack_int8(weight_OI, operations, num_threads, memory=memory, keeps_weight=keeps_weight)
         self._bias_O = None if bias_O is None else bias_O.contiguous()
         self._multiply = operations.multiply
         self._largest = operations.largest
         self._recorder = recorder
         self._num_threads = num_threads
-        weight_OI = weight_OI.contiguous()
-        step = max(1, _PACKED_AT_ONCE // self._num_in // PANEL) * PANEL
-        for start in range(0, self._num_out, step):
-            rows = weight_OI[start : start + step]
-            operations.pack(
-                *(self._packed.data_ptr(), self._num_out, self._num_in),
-                *(rows.data_ptr(), start, len(rows), num_threads),
-            )
-            if not keeps_weight:
-                forget(rows)  # so that a matrix is never there twice
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""

@@ -187,27 +187,27 @@ EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_s
     search.write();
 }
 
-ExpertProducts make_products(void* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, int num_threads) {
-    static thread_local Buffer<BFloat16> scratch;
-    BFloat16* room = scratch.room(size_t(ExpertProducts::scratch_size(x.count, num_chosen, matrices)));
-    return {static_cast<BFloat16*>(out), x, matrices, num_chosen, room, num_threads};
+std::unique_ptr<ExpertProducts> make_products(void* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, int num_threads) {
+    static thread_local Buffer<char> scratch;
+    void* room = scratch.room(size_t(experts_scratch_size(x.count, num_chosen, matrices)));
+    return make_expert_products(static_cast<BFloat16*>(out), x, matrices, num_chosen, room, num_threads);
 }
 
 EXPORT void weft_run_experts(void* out, const void* x, int64_t x_row_stride, int num_tokens, const int64_t* experts, const float* weights,
                              int64_t num_chosen, const ExpertMatrices* matrices, int num_threads) {
     const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_tokens};
-    ExpertProducts products = make_products(out, left, *matrices, num_chosen, num_threads);
-    products.set_chosen(experts, weights);
-    on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) { products.run(team); });
+    const auto products = make_products(out, left, *matrices, num_chosen, num_threads);
+    products->set_chosen(experts, weights);
+    on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) { products->run(team); });
 }
 
 EXPORT void weft_choose_and_run_experts(void* out, const void* x, int64_t x_row_stride, int num_tokens, const void* logits,
                                         int64_t logits_row_stride, const ExpertLayer* layer, int num_threads) {
     const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_tokens};
-    ExpertProducts products = make_products(out, left, layer->matrices, layer->choice.num_chosen, num_threads);
+    const auto products = make_products(out, left, layer->matrices, layer->choice.num_chosen, num_threads);
     on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) {
-        products.choose(static_cast<const BFloat16*>(logits), logits_row_stride, layer->choice, team);
-        products.run(team);
+        products->choose(static_cast<const BFloat16*>(logits), logits_row_stride, layer->choice, team);
+        products->run(team);
     });
 }
 

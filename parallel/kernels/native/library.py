@@ -226,6 +226,7 @@ class ExpertMatrices(ctypes.Structure):
         ("inner_size", c_int32),
         ("clamp_alpha", c_float),
         ("clamp_limit", c_float),
+        ("is_int8", c_int32),
     )
 
 

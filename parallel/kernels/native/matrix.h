@@ -25,22 +25,6 @@ namespace weft {
 constexpr int STEP = 32;                              // inputs
 constexpr int64_t STEP_SIZE = int64_t(PANEL) * STEP;  // values of a panel's step, 2 KB
 
-// `ClampedGate` of description.py.
-struct GateClamp {
-    float alpha, limit;  // limit 0: gates are silu(x), and what they gate is as it is
-
-    template <class T>
-    Floats gate(const Floats& x) const {
-        if (!limit) return silu<T>(x);
-        const Floats clamped = choose(x > limit, broadcast(limit), x);
-        return times_sigmoid<T>(clamped, clamped * alpha);
-    }
-    Floats gated(const Floats& x) const {
-        if (!limit) return x;
-        return choose(x > limit, broadcast(limit), choose(x < -limit, broadcast(-limit), x)) + 1.0f;
-    }
-};
-
 struct PackedMatrix {
     const BFloat16* values;  // [panels][steps], each as place_of says; outputs past the last are 0
     const BFloat16* bias;    // [out], or null

@@ -38,6 +38,7 @@ struct Matrix {
     const T* bias;         // [out], or null
     int64_t num_out;
     int num_in;
+    GateClamp clamp = {};
 
     // In one piece of memory, one after the other: as many bytes as int8_linear.py says.
     Matrix(const void* packed, const void* bias, int64_t num_out, int num_in)
@@ -48,6 +49,14 @@ struct Matrix {
           num_out(num_out),
           num_in(num_in) {}
 
+    // The outputs of some panels.
+    Matrix slice(int64_t first_panel, int64_t count) const {
+        Matrix part = *this;
+        const int64_t first = first_panel * PANEL;
+        part.values = panel(first_panel), part.scales += first, part.sums += first, part.num_out = count * PANEL;
+        if (bias) part.bias += first;
+        return part;
+    }
     const int8_t* panel(int64_t index) const { return values + index * num_steps(num_in) * STEP_SIZE; }
 };
 
@@ -146,8 +155,8 @@ struct Products {
         };
         first = half(panel * PANEL), second = half(panel * PANEL + LANES);
     }
-    static Floats gate(const Floats& x) { return silu<T>(x); }
-    static Floats gated(const Floats& x) { return x; }
+    Floats gate(const Floats& x) const { return matrix.clamp.template gate<T>(x); }
+    Floats gated(const Floats& x) const { return matrix.clamp.gated(x); }
 };
 
 // Quantizes rows of x; all threads of the team call it.
@@ -164,54 +173,84 @@ void quantize(const Left& left, const T* x, int64_t stride, int num_in, Team& te
 
 constexpr int MULTIPLY_SECTIONS = 2;  // of a team: `quantize`, `multiply`
 
-#ifdef WEFT_HAS_AMX_INT8
-
-template <bool IS_GATED, class Result, class T>
-void multiply_by_tiles(const Result& result, const Left& left, const Matrix<T>& matrix, Team& team) {
-    const Products<T> products{matrix, left.scales};
-    const bool is_streamed = result.is_streamed(left.num_rows);
-    const bool are_few = left.num_rows <= Left::ROWS;
-    const Parts parts = are_few ? Parts::whole(left.num_steps) : Parts::of(left.num_steps);
-    int last_row = -1;  // that this thread has read
-    const auto work = [=, &last_row](Share share, int64_t following) {
-        const auto [row, rows, begin, end] = share;
-        const auto out = result.share(row, rows, begin, end);
-        const char* values = reinterpret_cast<const char*>(left.row(row));
-        if (are_few) {
-            multiply_few_rows<IS_GATED>(out, row, {values, STEP, left.step_stride(), rows}, products, begin, end, following);
-        } else {
-            const LeftBlocks blocks{values, row, rows, row == last_row && !parts.are_many()};
-            multiply_many_rows<IS_GATED>(out, blocks, products, parts, begin, end, following, is_streamed);
-            last_row = row;
-        }
-        result.finish(out, rows, end);
-    };
-    for_each_share(left.num_rows, parts, result.num_out, team, work);
+// How long sums are made of these rows.
+inline Parts parts_of(const Left& left) {
+    const bool are_in_parts = use_tiles() && left.num_rows > Left::ROWS;
+    return are_in_parts ? Parts::of(left.num_steps) : Parts::whole(left.num_steps);
 }
 
+#ifdef WEFT_HAS_AMX_INT8
+
+// What a thread does of a product: share after share.
+template <bool IS_GATED, class Result, class T = typename Result::Value>
+class SharesByTiles {
+  public:
+    SharesByTiles(const Result& result, const Left& left, const Matrix<T>& matrix)
+        : result_(result), left_(left), products_{matrix, left.scales}, is_streamed_(result.is_streamed(left.num_rows)) {}
+
+    void operator()(Share share, int64_t following) {
+        const auto [row, rows, begin, end] = share;
+        const auto out = result_.share(row, rows, begin, end);
+        const char* values = reinterpret_cast<const char*>(left_.row(row));
+        if (left_.num_rows <= Left::ROWS) {
+            multiply_few_rows<IS_GATED>(out, row, {values, STEP, left_.step_stride(), rows}, products_, begin, end, following);
+        } else {
+            const Parts parts = parts_of(left_);
+            const LeftBlocks blocks{values, row, rows, row == last_row_ && !parts.are_many()};
+            multiply_many_rows<IS_GATED>(out, blocks, products_, parts, begin, end, following, is_streamed_);
+            last_row_ = row;
+        }
+        result_.finish(out, rows, end);
+    }
+
+  private:
+    const Result result_;
+    const Left left_;
+    const Products<T> products_;
+    const bool is_streamed_;
+    int last_row_ = -1;  // that this thread has read
+};
+
 #endif
+
+// The same without tiles.
+template <bool IS_GATED, class Result, class T = typename Result::Value>
+class SharesByVectors {
+  public:
+    SharesByVectors(const Result& result, const Left& left, const Matrix<T>& matrix)
+        : result_(result), left_(left), products_{matrix, left.scales, true}, is_streamed_(result.is_streamed(left.num_rows)) {}
+
+    void operator()(Share share, int64_t following) {
+        const auto out = result_.share(share.row, share.rows, share.begin, share.end);
+        parts_.clear();
+        for_each_part(share.rows, [&](int first, int count) {
+            const char* row = reinterpret_cast<const char*>(left_.row(share.row + first));
+            parts_.push_back({row, Left::ROW_BYTES, left_.step_stride(), count});
+        });
+        multiply_parts_by_vectors<IS_GATED>(out, share.row, parts_, products_, share.begin, share.end, following, is_streamed_);
+        result_.finish(out, share.rows, share.end);
+    }
+
+  private:
+    const Result result_;
+    const Left left_;
+    const Products<T> products_;
+    const bool is_streamed_;
+    std::vector<LeftVectors> parts_;
+};
 
 // result[row, o] = sum of row and weight[o] in integers * both scales + bias[o]; gated, where the first half of the outputs
 // are gates of the second.
 template <bool IS_GATED, class Result, class T>
 void multiply(const Result& result, const Left& left, const Matrix<T>& matrix, Team& team) {
-#ifdef WEFT_HAS_AMX_INT8
-    if (use_tiles()) return multiply_by_tiles<IS_GATED>(result, left, matrix, team);
-#endif
-    const bool is_streamed = result.is_streamed(left.num_rows);
-    const Products<T> products{matrix, left.scales, true};
-    std::vector<LeftVectors> parts;
-    const auto work = [&](Share share, int64_t following) {
-        const auto out = result.share(share.row, share.rows, share.begin, share.end);
-        parts.clear();
-        for_each_part(share.rows, [&](int first, int count) {
-            const char* row = reinterpret_cast<const char*>(left.row(share.row + first));
-            parts.push_back({row, Left::ROW_BYTES, left.step_stride(), count});
-        });
-        multiply_parts_by_vectors<IS_GATED>(out, share.row, parts, products, share.begin, share.end, following, is_streamed);
-        result.finish(out, share.rows, share.end);
+    const auto share_out = [&](auto multiply_share) {
+        const auto work = [&](Share share, int64_t following) { multiply_share(share, following); };
+        for_each_share(left.num_rows, parts_of(left), result.num_out, team, work);
     };
-    for_each_share(left.num_rows, Parts::whole(left.num_steps), result.num_out, team, work);
+#ifdef WEFT_HAS_AMX_INT8
+    if (use_tiles()) return share_out(SharesByTiles<IS_GATED, Result, T>(result, left, matrix));
+#endif
+    share_out(SharesByVectors<IS_GATED, Result, T>(result, left, matrix));
 }
 
 // Rows that are quantized for a product.

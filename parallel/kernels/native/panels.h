@@ -106,6 +106,22 @@ void store_panel(T* to, Floats first, Floats second, int64_t count, bool is_stre
     std::memcpy(to, both, size_t(count) * sizeof(T));
 }
 
+// `ClampedGate` of description.py.
+struct GateClamp {
+    float alpha, limit;  // limit 0: gates are silu(x), and what they gate is as it is
+
+    template <class T>
+    Floats gate(const Floats& x) const {
+        if (!limit) return silu<T>(x);
+        const Floats clamped = choose(x > limit, broadcast(limit), x);
+        return times_sigmoid<T>(clamped, clamped * alpha);
+    }
+    Floats gated(const Floats& x) const {
+        if (!limit) return x;
+        return choose(x > limit, broadcast(limit), choose(x < -limit, broadcast(-limit), x)) + 1.0f;
+    }
+};
+
 enum class Becomes { RESULT, GATES, GATED };
 
 // The sums of a block and a panel on their way, some rows with each step of the next block: to the result; as gates, in float32,

@@ -129,7 +129,7 @@ class Program {
             }
             AttentionPlan* plan = operations_[i].kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
             if (operations_[i].kind == Kind::EXPERTS)
-                run_experts(operations_[i], experts_[num_experts++], team);
+                run_experts(operations_[i], *experts_[num_experts++], team);
             else
                 run(i, plan, team);
         }
@@ -159,17 +159,17 @@ class Program {
 
     // Each operation has its own: a thread may still look at those of the one before.
     void place_experts() {
-        static thread_local Buffer<BFloat16> scratch;
+        static thread_local Buffer<char> scratch;
         int64_t most = 0;
         const auto layer = [](const Operation& o) { return static_cast<const ExpertLayer*>(o.weight); };
         for (int i = 0; i < count_; i++)
             if (operations_[i].kind == Kind::EXPERTS)
-                most = std::max(most, ExpertProducts::scratch_size(step_.num_tokens, layer(operations_[i])->choice.num_chosen, layer(operations_[i])->matrices));
-        BFloat16* const room = scratch.room(size_t(most));
+                most = std::max(most, experts_scratch_size(step_.num_tokens, layer(operations_[i])->choice.num_chosen, layer(operations_[i])->matrices));
+        void* const room = scratch.room(size_t(most));
         for (int i = 0; i < count_; i++) {
             const Operation& o = operations_[i];
             if (o.kind == Kind::EXPERTS)
-                experts_.emplace_back(at(o.out), LeftRows{at(o.in), stride(o.in), int(num_tokens(i))}, layer(o)->matrices, layer(o)->choice.num_chosen, room, step_.num_threads);
+                experts_.push_back(make_expert_products(at(o.out), {at(o.in), stride(o.in), int(num_tokens(i))}, layer(o)->matrices, layer(o)->choice.num_chosen, room, step_.num_threads));
         }
     }
 
@@ -321,7 +321,7 @@ class Program {
     std::deque<AttentionPlan> plans_;
     std::map<std::pair<const StepLayout*, int>, AttentionPlan*> plan_of_;
     std::vector<AttentionPlan*> plans_in_order_;
-    std::deque<ExpertProducts> experts_;  // of each such operation
+    std::vector<std::unique_ptr<ExpertProducts>> experts_;  // of each such operation
     std::unique_ptr<TableSearch> search_;
 };
 

@@ -195,6 +195,9 @@ def test_experts_count_as_far_as_they_are_chosen(tmp_path: Path) -> None:
     many = Work(step_tokens=(1000,), requests=())
     assert cost.bytes_read(one) == cost.weights.always_bytes + cost.weights.expert_bytes / 4
     assert cost.bytes_read(many) == pytest.approx(cost.weights.always_bytes + cost.weights.expert_bytes)
+    for int8_experts, itemsize in ((True, 1), (False, 4)):  # as on a CPU, and on CUDA
+        in_8_bits = ModelCost.of(describe_model(tmp_path), torch.float32, int8_linears=True, int8_experts=int8_experts)
+        assert in_8_bits.weights.expert_bytes == itemsize * cost.weights.expert_elements
     chosen = cost.weights.matrix_elements + cost.weights.expert_elements / 4
     first = 2 * (chosen + cost.weights.head_elements) + 4 * cost.attention_flops
     assert cost.flops(Work(step_tokens=(1,), requests=(usage(1, 1),))) == first

@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from parallel.description import Activation
 from parallel.kernels.base import ExpertWeights, PackedExperts
 from parallel.kernels.cpu_experts import CpuExperts
+from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_linear import OneDnnLinear
 from parallel.kernels.grouped_experts import GroupedExperts, is_fast_in_torch, torch_grouped_linear
+from parallel.kernels.int8_linear import Int8Linear
 from parallel.kernels.reference import ReferenceExperts, ReferenceKernels
 
 NUM_EXPERTS, HIDDEN, INNER = 6, 32, 24
@@ -79,6 +81,24 @@ def test_experts_equal_reference(
     weights = _weights(dtype, has_bias=has_bias)
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
     _assert_equals_reference(IMPLEMENTATIONS[implementation](weights), weights, x, ids)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts_in_8_bits_are_linear_layers_in_8_bits(num_tokens: int, has_bias: bool) -> None:
+    weights = _weights(torch.float32, has_bias=has_bias)
+    experts, in_reference = CpuKernels().quantize_experts(weights), ReferenceKernels().quantize_experts(weights)
+    x = torch.randn(num_tokens, HIDDEN)
+    ids = torch.randint(NUM_EXPERTS, (num_tokens, 1))
+    scale = torch.ones(num_tokens, 1)
+    expected = torch.empty(num_tokens, HIDDEN)
+    for token, expert in enumerate(ids.flatten().tolist()):
+        into_bias = None if weights.into_bias_XJ is None else weights.into_bias_XJ[expert]
+        down_bias = None if weights.down_bias_XE is None else weights.down_bias_XE[expert]
+        into, down = Int8Linear(weights.into_XJE[expert], into_bias), Int8Linear(weights.down_XEI[expert], down_bias)
+        expected[token] = down(weights.activate(into(x[token : token + 1])))
+    torch.testing.assert_close(experts(x, ids, scale), expected)
+    torch.testing.assert_close(in_reference(x, ids, scale), expected)
 
 
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])

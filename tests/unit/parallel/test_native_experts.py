@@ -17,10 +17,11 @@ from parallel.expert_router import choose_experts
 from parallel.kernels.base import ExpertWeights
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_native import NativeCpuKernels
+from parallel.kernels.int8_linear import Int8Linear
 from parallel.kernels.native.experts import NativeExperts
-from parallel.kernels.native.library import Programs, load_programs
+from parallel.kernels.native.library import Int8Operations, Programs, load_int8, load_programs
 from parallel.kernels.native.tape import Recorder
-from parallel.kernels.reference import ReferenceExperts, ReferenceKernels
+from parallel.kernels.reference import ReferenceExperts, ReferenceKernels, ReferenceLinear
 
 TOLERANCE = 2e-2
 """Of bfloat16, as in test_kernels_cpu.py."""
@@ -29,6 +30,11 @@ TOLERANCE = 2e-2
 @pytest.fixture(scope="module")
 def programs(library: Path) -> Programs:
     return load_programs(library) or pytest.skip("this CPU has no packed products")
+
+
+@pytest.fixture(scope="module")
+def int8(library: Path) -> Int8Operations | None:
+    return load_int8(library).get(torch.bfloat16)
 
 
 def _weights(
@@ -75,9 +81,11 @@ def _choose(num_tokens: int, num_ids: int, num_chosen: int, seed: int = 0) -> tu
     has_bias=st.booleans(),
     gate=st.sampled_from([None, ClampedGate(alpha=1.7, limit=0.6)]),
     num_threads=st.sampled_from([1, 2, 5]),
+    is_int8=st.booleans(),
 )
 def test_they_equal_the_reference(
     programs: Programs,
+    int8: Int8Operations | None,
     num_tokens: int,
     num_chosen: int,
     first: int,
@@ -88,25 +96,37 @@ def test_they_equal_the_reference(
     has_bias: bool,
     gate: ClampedGate | None,
     num_threads: int,
+    is_int8: bool,
 ) -> None:
     """Ids from `first` on: as on a rank with some of the experts, those of other ranks are below and above."""
     sizes = {"num_experts": num_experts, "hidden": hidden, "inner": inner, "has_bias": has_bias, "gate": gate}
     ids, scale = _choose(num_tokens, num_experts + num_others, min(num_chosen, num_experts + num_others))
     x = torch.randn(num_tokens, 2 * hidden, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :hidden]
-    expected = ReferenceExperts(_weights(**sizes))(x, ids + first, scale)
-    actual = NativeExperts(_weights(**sizes), programs, Recorder(), num_threads)(x, ids + first, scale)
+    is_int8 = is_int8 and int8 is not None
+    expected = ReferenceExperts(_weights(**sizes), Int8Linear if is_int8 else ReferenceLinear)(x, ids + first, scale)
+    experts = NativeExperts(_weights(**sizes), programs, Recorder(), num_threads, int8=int8 if is_int8 else None)
+    actual = experts(x, ids + first, scale)
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE * max(1.0, float(expected.abs().max())))
 
 
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("num_tokens", [2, 40, 400])
-def test_a_token_has_the_bits_that_it_has_alone_on_any_number_of_threads(programs: Programs, num_tokens: int) -> None:
-    """Runs of few rows and of many, which are packed."""
+def test_a_token_has_the_bits_that_it_has_alone_on_any_number_of_threads(
+    programs: Programs, int8: Int8Operations | None, num_tokens: int, is_int8: bool
+) -> None:
+    """Runs of few rows and of many, which lie in blocks."""
+    if is_int8 and int8 is None:
+        pytest.skip("this CPU multiplies no vectors of 8 bits")
     ids, scale = _choose(num_tokens, 5, 2)
     x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    results = [NativeExperts(_weights(), programs, Recorder(), num_threads)(x, ids, scale) for num_threads in (1, 2, 5)]
+    experts_by_threads = [
+        NativeExperts(_weights(), programs, Recorder(), num_threads, int8=int8 if is_int8 else None)
+        for num_threads in (1, 2, 5)
+    ]
+    results = [experts(x, ids, scale) for experts in experts_by_threads]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-    experts = NativeExperts(_weights(), programs, Recorder(), 2)
+    experts = experts_by_threads[1]
     for token in (0, num_tokens // 2, num_tokens - 1):
         row = slice(token, token + 1)
         assert torch.equal(experts(x[row], ids[row], scale[row]), results[0][row])
