@@ -68,7 +68,8 @@ class Tape:
         if buffer is None:
             raise CannotRecordError(f"a tensor {tuple(x.shape)} that no kernel made")
         width, column = self.widths[buffer], x.storage_offset()
-        if len(x) != self._num_tokens or column >= width or (len(x) > 1 and x.stride(0) != width):
+        is_run = len(x) == self._num_tokens and column < width and x[0].is_contiguous()
+        if not is_run or (len(x) > 1 and x.stride(0) != width):
             raise CannotRecordError(f"a tensor {tuple(x.shape)} that is no run of columns")
         return Place(buffer=buffer, column=column)
 

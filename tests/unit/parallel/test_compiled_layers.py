@@ -23,6 +23,7 @@ from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.native import packed_linear
 from parallel.kernels.native.build import find_compiler
 from parallel.kernels.native.program import CompiledLayers
+from parallel.kernels.native.tape import CannotRecordError, Tape
 from parallel.kernels.sampling import IN_TORCH, edit_in_torch
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
@@ -354,6 +355,17 @@ def test_what_cannot_be_recorded_runs_as_it_is(
     assert "one operation at a time" in caplog.text
     assert reason in caplog.text
     assert torch.equal(run(decoder, caches, meta), first)
+
+
+def test_a_part_of_each_head_is_no_run_of_columns() -> None:
+    x = torch.zeros(3, 128, dtype=torch.bfloat16)
+    tape, heads = Tape(x, [], []), x.view(3, 4, 32)
+    tape.add(heads[:, :2], heads[:, 2:])
+    (operation,) = tape.operations
+    assert (operation.input.column, operation.second.column, operation.size) == (0, 64, 64)
+    for part in (heads[:, :, :16], heads[:, ::2], heads.transpose(1, 2)):
+        with pytest.raises(CannotRecordError, match="is no run of columns"):
+            tape.read(part)
 
 
 def test_float32_is_left_alone(tmp_path: Path) -> None:
