@@ -1,6 +1,6 @@
 """Which dtype a model computes in: what the user names, or what the checkpoint and the device suggest."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import torch
@@ -19,12 +19,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Dtypes that a model can compute in, by the names that users give them."""
 
 
-def resolve_dtype(name: str, folder: Path, device: Device, *, multiplies_bfloat16: bool) -> torch.dtype:
+def resolve_dtype(name: str, folder: Path, device: Device, *, multiplied: Container[torch.dtype]) -> torch.dtype:
     """The dtype called `name`; "auto" lets the device decide, knowing that of the checkpoint.
 
     Args:
-        multiplies_bfloat16: the kernels have products of their own for it (`select.multiplies_bfloat16`), however slow
-            torch is in it on this device. Attention over latents is left to torch.
+        multiplied: dtypes of which the kernels have products of their own (`select.own_products`), however slow torch
+            is in them on this device. Attention over latents is left to torch.
 
     Raises:
         ConfigError: the name, or what config.json says, is not known.
@@ -34,7 +34,7 @@ def resolve_dtype(name: str, folder: Path, device: Device, *, multiplies_bfloat1
     if name != "auto":
         return _find(name, "dtype", ("auto", *DTYPES))
     stored = checkpoint_dtype(folder)
-    if multiplies_bfloat16 and stored is torch.bfloat16 and describe_model(folder).latent_kv is None:
+    if stored in multiplied and describe_model(folder).latent_kv is None:
         return stored
     return device.default_dtype(stored)
 

@@ -1,6 +1,6 @@
 """The operations of the model on a CPU in C++ (native/), where plain torch is slow; the rest stays with cpu_fast.py.
 
-Each is one pass over memory. What the compiled kernels do not take (float16, odd head sizes) falls to plain torch.
+Each is one pass over memory. What the compiled kernels do not take (odd head sizes) falls to plain torch.
 """
 
 import ctypes
@@ -84,20 +84,20 @@ class NativeCpuKernels:
         self._layouts: dict[tuple[int, int, int, torch.Size, torch.dtype], tuple[AttentionMeta, StepLayout]] = {}
 
     @classmethod
-    def build(cls) -> "NativeCpuKernels":
-        """Compile where needed, and load. Raises DeviceError when this machine cannot."""
-        library = build_library()
+    def build(cls, dtype: torch.dtype = torch.bfloat16) -> "NativeCpuKernels":
+        """Compile where needed, and load what a model in `dtype` wants. Raises DeviceError when this machine cannot."""
+        library = build_library(is_float16=dtype is torch.float16)
         return cls(load_operations(library), load_programs(library), torch.get_num_threads(), load_int8(library))
 
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
         """See `Kernels.empty_linear`."""
-        if self._programs is not None and can_pack_in_place(num_out, num_in, dtype):
+        if can_pack_in_place(num_out, num_in, dtype, self._programs):
             return self._memory.empty(num_out * num_in, dtype).view(num_out, num_in)
         return self._torch.empty_linear(num_out, num_in, dtype)
 
     def pack_linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
-        if self._programs is not None and can_pack(weight_OI):
+        if self._programs is not None and can_pack(weight_OI, self._programs):
             return NativeLinear(
                 *(weight_OI, bias_O, self._programs, self._recorder, self._num_threads), memory=self._memory
             )
@@ -107,7 +107,8 @@ class NativeCpuKernels:
         """See `Kernels.pack_head`."""
         num_out, num_in = weight_VE.shape
         is_dense = weight_VE.is_contiguous() and bias_V is None
-        if self._programs is not None and is_dense and can_pack_in_place(num_out, num_in, weight_VE.dtype):
+        can_pack_here = is_dense and can_pack_in_place(num_out, num_in, weight_VE.dtype, self._programs)
+        if self._programs is not None and can_pack_here:
             return NativeTable(weight_VE, self._programs, self._num_threads, memory=self._memory)
         if not is_shared:
             return self.pack_linear(weight_VE, bias_V)
@@ -129,14 +130,14 @@ class NativeCpuKernels:
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.pack_experts`."""
-        if self._programs is not None and can_pack_experts(weights):
+        if self._programs is not None and can_pack_experts(weights, self._programs):
             return NativeExperts(weights, self._programs, self._recorder, self._num_threads)
         return self._torch.pack_experts(weights)
 
     def quantize_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.quantize_experts`."""
         operations = self._int8.get(weights.into_XJE.dtype)
-        if self._programs is not None and operations is not None and can_pack_experts(weights):
+        if self._programs is not None and operations is not None and can_pack_experts(weights, self._programs):
             return NativeExperts(weights, self._programs, self._recorder, self._num_threads, int8=operations)
         return self._torch.quantize_experts(weights)
 
@@ -364,7 +365,7 @@ class NativeCpuKernels:
 class RowLinear:
     """A weight as it was loaded, read at the speed of memory.
 
-    By dot products of bfloat16 the result is float32, some rows at a time. Where there are none, more than a few rows
+    By dot products of pairs the result is float32, some rows at a time. Where there are none, more than a few rows
     are torch's business, and results are rounded as there.
     """
 

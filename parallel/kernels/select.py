@@ -51,25 +51,25 @@ def select_kernels(
             device, attention_backend, max_graph_size=max_graph_size, multiplies_rows=not compiles
         )
     else:
-        kernels = _make(device, name)
+        kernels = _make(device, dtype, name)
     logger.info("%s for %s on %s", type(kernels).__name__, dtype, device)
     return InductorKernels(kernels, device) if compiles else kernels
 
 
 def choose_dtype(name: str, folder: Path, device: Device, kernels: str) -> torch.dtype:
     """The dtype called `name`, "auto" by checkpoint, device and the kernels called so. Raises as resolve_dtype."""
-    has_products = multiplies_bfloat16(device.torch_device, kernels)
-    return resolve_dtype(name, folder, device, multiplies_bfloat16=has_products)
+    return resolve_dtype(name, folder, device, multiplied=own_products(device.torch_device, kernels))
 
 
-def multiplies_bfloat16(device: torch.device, name: str = "auto") -> bool:
-    """Whether the kernels called `name` have products of bfloat16 of their own on this CPU; compiles where needed."""
-    if device.type != "cpu" or name not in ("auto", "cpu-native"):
-        return False
-    try:
-        return load_programs(build_library()) is not None
-    except DeviceError:  # the choice of kernels tells the reason
-        return False
+def own_products(device: torch.device, name: str = "auto") -> frozenset[torch.dtype]:
+    """Dtypes of 16 bits of which the kernels called `name` have products of their own on this CPU; compiles where
+    needed.
+    """
+    if device.type == "cpu" and name in ("auto", "cpu-native"):
+        with suppress(DeviceError):  # the choice of kernels tells the reason
+            if load_programs(build_library()) is not None:
+                return frozenset((torch.bfloat16, torch.float16))
+    return frozenset()
 
 
 def select_sampling(device: torch.device, name: str = "auto") -> TokenChoice:
@@ -91,13 +91,13 @@ def select_sampling(device: torch.device, name: str = "auto") -> TokenChoice:
     )
 
 
-def _make(device: torch.device, name: str) -> Kernels:
+def _make(device: torch.device, dtype: torch.dtype, name: str) -> Kernels:
     if name == "reference" or device.type != "cpu":
         return ReferenceKernels()
     if name == "cpu":
         return CpuKernels()
     try:
-        return NativeCpuKernels.build()
+        return NativeCpuKernels.build(dtype)
     except DeviceError as error:
         if name == "cpu-native":
             raise

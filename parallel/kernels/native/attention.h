@@ -47,7 +47,7 @@ struct Tensors {
 class Scratch {
   public:
     Buffer<float> scores, part, totals;
-    Buffer<BFloat16> packed;
+    Buffer<Half> packed;
     std::vector<Running> running;
     const Tile* next = nullptr;   // that this thread is likely to compute after this one
     const void* asked = nullptr;  // the first of the keys that were asked for last, for a tile after the one that did it
@@ -231,7 +231,7 @@ class PagedAttention {
     }
 
 #ifdef WEFT_HAS_PACKED_MATRIX
-    // As attend_partition, by dot products of bf16: attention_packed.h.
+    // As attend_partition, by dot products of pairs: attention_packed.h.
     void attend_packed(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals);
     void add_block(const Tile& tile, int row, int num_rows, int begin, Span seen, const T* q, Running* running, float* totals);
     PackedTokens pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const;
@@ -401,7 +401,7 @@ void attend(const Target<T>& out, const T* q, int64_t q_token_stride, const void
 
 // In attention.cpp.
 extern template void attend(const Target<float>&, const float*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
-extern template void attend(const Target<BFloat16>&, const BFloat16*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
+extern template void attend(const Target<Half>&, const Half*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
 
 }  // namespace weft
 

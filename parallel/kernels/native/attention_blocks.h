@@ -11,7 +11,7 @@ namespace weft {
 
 // Some tokens of a partition and one key-value head, as pack_keys and pack_values have them.
 struct PackedTokens {
-    const BFloat16 *keys, *values;
+    const Half *keys, *values;
     int num_tokens, head_dim;
 };
 
@@ -19,7 +19,7 @@ constexpr int BLOCK_ROWS = TILE;  // more would not stay in the first-level cach
 
 // Some rows, and the tokens that one of them sees, in whole panels.
 struct Block {
-    const BFloat16* q;  // [num_rows, head_dim], room for BLOCK_ROWS
+    const Half* q;  // [num_rows, head_dim], room for BLOCK_ROWS
     int num_rows;
     Span tokens;
     Running* running;  // of each row; the block's softmax is merged into it
@@ -31,7 +31,7 @@ struct Block {
 // A tile of rows times one or two panels that lie `panel_stride` values apart: the sums [TILE][PANELS * PANEL]. Panels come from
 // the second-level cache and do not enter the first-level one. Calls `meanwhile` with each step.
 template <int PANELS, class Meanwhile>
-void multiply_row_tile(float* sums, int64_t sums_stride, const BFloat16* left, int64_t left_stride, const BFloat16* panels,
+void multiply_row_tile(float* sums, int64_t sums_stride, const Half* left, int64_t left_stride, const Half* panels,
                        int64_t panel_stride, int num_steps, const Meanwhile& meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
@@ -66,8 +66,8 @@ void multiply_row_tile(float* sums, int64_t sums_stride, const BFloat16* left, i
 
 // The same for any number of panels, and up to BLOCK_ROWS rows; by vectors, nothing is done meanwhile.
 template <class Meanwhile>
-void multiply_rows(float* sums, int64_t sums_stride, const BFloat16* left, int64_t left_stride, int num_rows,
-                   const BFloat16* panels, int64_t panel_stride, int num_panels, int num_steps, [[maybe_unused]] const Meanwhile& meanwhile) {
+void multiply_rows(float* sums, int64_t sums_stride, const Half* left, int64_t left_stride, int num_rows,
+                   const Half* panels, int64_t panel_stride, int num_panels, int num_steps, [[maybe_unused]] const Meanwhile& meanwhile) {
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) {
         for (; num_panels > 1; num_panels -= 2, panels += 2 * panel_stride, sums += 2 * PANEL)
@@ -135,10 +135,10 @@ class Blocks {
 
     struct Work {
         Block block;
-        Softmax<BFloat16> softmax;
+        Softmax<Half> softmax;
         alignas(64) float scores[BLOCK_ROWS * STRIDE];  // weights take their place
 
-        BFloat16* weights() { return reinterpret_cast<BFloat16*>(scores); }
+        Half* weights() { return reinterpret_cast<Half*>(scores); }
     };
 
     void weigh_some(int most) {

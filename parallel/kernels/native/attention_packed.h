@@ -1,4 +1,4 @@
-// A partition of attention by dot products of bf16: keys and values are packed once for all rows of a head, which go through
+// A partition of attention by dot products of pairs: keys and values are packed once for all rows of a head, which go through
 // them in blocks. Included by attention.h; inline, so that GCC makes of it what it made of the same inside the class.
 
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// As attend_partition, by dot products of bf16: weights are rounded to bf16 before they meet the values.
+// As attend_partition, by dot products of pairs: weights are rounded to 16 bits before they meet the values.
 template <class T, class C>
 inline void PagedAttention<T, C>::attend_packed(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
     const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
@@ -47,7 +47,7 @@ template <class T, class C>
 inline PackedTokens PagedAttention<T, C>::pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const {
     const int num_tokens = (seen.end - begin + PANEL - 1) / PANEL * PANEL;
     const int64_t size = int64_t(tile.num_kv_heads) * num_tokens * layout_.head_dim;
-    BFloat16* const packed = scratch.packed.room(2 * size);
+    Half* const packed = scratch.packed.room(2 * size);
     int64_t offsets[PARTITION];
     find_tokens(tile, begin, seen, num_tokens, offsets);
     pack_keys(packed, tensors_.keys, tensors_.values, offsets, num_tokens, tile.num_kv_heads, layout_.head_dim);

@@ -40,7 +40,7 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, Span seen, const
             const float* weights = scores + head * PARTITION + token;
             const T* values = tensors_.values + head * head_dim;
             float* to = totals + head * head_dim;
-            const BFloat16* rounded = reinterpret_cast<const BFloat16*>(scores + head * PARTITION) + token;
+            const Weight* rounded = reinterpret_cast<const Weight*>(scores + head * PARTITION) + token;
             const auto add = [&](auto lines, int dim) {
                 const int num_tokens = std::min(together, count - token);
                 if (may_use_tiles())

@@ -11,18 +11,15 @@
 
 namespace weft {
 
-// A pair, in all lanes.
-inline Ints two_of(const BFloat16* x) { return broadcast(bit_cast<int32_t>(*reinterpret_cast<const BFloat16(*)[2]>(x))); }
-
 // The keys of some heads, side by side in memory, each as a packed matrix [num_tokens, head_dim], one after the other. The
 // first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so
 // they lie. Meanwhile the keys of later tokens are asked for, and the values of these.
-inline void pack_keys(BFloat16* packed, const BFloat16* keys, const BFloat16* values, const int64_t* offsets, int num_tokens,
+inline void pack_keys(Half* packed, const Half* keys, const Half* values, const int64_t* offsets, int num_tokens,
                       int num_heads, int head_dim) {
     constexpr int AHEAD = 2 * TILE;  // tokens
     for (int token = 0; token < num_tokens; token += TILE)
         for (int head = 0; head < num_heads; head++) {
-            BFloat16* to = packed + (int64_t(head) * num_tokens + token / PANEL * PANEL) * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
+            Half* to = packed + (int64_t(head) * num_tokens + token / PANEL * PANEL) * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
             for (int dim = 0; dim < head_dim; dim += STEP, to += STEP_SIZE) {
                 const int column = head * head_dim + dim;
                 Ints rows[TILE];
@@ -32,20 +29,20 @@ inline void pack_keys(BFloat16* packed, const BFloat16* keys, const BFloat16* va
                     _mm_prefetch(values + offsets[token + i] + column, _MM_HINT_T1);
                 }
                 transpose(rows);
-                for (int pair = 0; pair < TILE; pair++) store_bits(to + pair * STEP, rows[pair]);
+                for (int pair = 0; pair < TILE; pair++) store_bits(to + pair * STEP, to_line(rows[pair]));
             }
         }
 }
 
 // The values of some heads, each as a packed matrix [head_dim, num_tokens].
-inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t* offsets, int num_tokens, int num_heads,
+inline void pack_values(Half* packed, const Half* values, const int64_t* offsets, int num_tokens, int num_heads,
                         int head_dim) {
     for (int token = 0; token < num_tokens; token += 2) {
-        const BFloat16 *even = values + offsets[token], *odd = values + offsets[token + 1];
-        BFloat16* to = packed + token / STEP * STEP_SIZE + token % STEP * (STEP / 2);
+        const Half *even = values + offsets[token], *odd = values + offsets[token + 1];
+        Half* to = packed + token / STEP * STEP_SIZE + token % STEP * (STEP / 2);
         for (int dim = 0; dim < num_heads * head_dim; dim += PANEL, to += PANEL * num_tokens) {
             Ints first = load_bits(even + dim), second = load_bits(odd + dim);
-            interleave<BFloat16>(first, second);
+            join_lines(first, second);
             store_bits(to, first);
             store_bits(to + STEP_SIZE / 2, second);
         }
@@ -56,7 +53,7 @@ inline void pack_values(BFloat16* packed, const BFloat16* values, const int64_t*
 class Upcoming {
   public:
     // `size` values from here on, whole lines.
-    void add(const BFloat16* from, int64_t size) { runs_[count_++] = {from, from + size}; }
+    void add(const Half* from, int64_t size) { runs_[count_++] = {from, from + size}; }
 
     template <Hint HINT>
     void ask(int num_lines) {
@@ -77,24 +74,84 @@ class Upcoming {
     static constexpr int PAGE = 2048, MOST_PAGES = 8;  // values of 4 KB
 
     struct Run {
-        const BFloat16 *begin, *end;
+        const Half *begin, *end;
     };
 
     Run runs_[2 * PARTITION + STEP];
     int count_ = 0, run_ = 0;
-    const BFloat16 *next_ = nullptr, *end_ = nullptr;
+    const Half *next_ = nullptr, *end_ = nullptr;
 };
+
+#if WEFT_IS_FLOAT16
+
+// STEP numbers of a row, a pair of which is multiplied with those that lanes have.
+class StepOfRow {
+  public:
+    explicit StepOfRow(const Half* x) { store_two(x_, load(x), load(x + LANES), false); }
+
+    Floats add(const Floats& sums, int pair, const Ints& pairs) const {
+        const Ints line = to_line(pairs);
+        const Floats part = multiply_add(broadcast(x_[2 * pair + 1]), second_half(line), sums);
+        return multiply_add(broadcast(x_[2 * pair]), first_half(line), part);
+    }
+
+  private:
+    alignas(64) float x_[STEP];
+};
+
+using Weight = float;  // of a value, rounded
+
+// Adds weight * value of two tokens to 32 dims.
+inline void add_two_values(Floats* sums, const Weight* weights, const Half* even, const Half* odd) {
+    for (int i = 0; i < 2; i++) {
+        const Floats part = multiply_add(broadcast(weights[1]), load(odd + i * LANES), sums[i]);
+        sums[i] = multiply_add(broadcast(weights[0]), load(even + i * LANES), part);
+    }
+}
+
+// Dims of a row in order again.
+inline void sort_dims(Ints&, Ints&) {}
+
+#else
+
+// A pair, in all lanes.
+inline Ints two_of(const Half* x) { return broadcast(bit_cast<int32_t>(*reinterpret_cast<const Half(*)[2]>(x))); }
+
+class StepOfRow {
+  public:
+    explicit StepOfRow(const Half* x) : x_(x) {}
+
+    Floats add(const Floats& sums, int pair, const Ints& pairs) const { return add_products(sums, two_of(x_ + 2 * pair), pairs); }
+
+  private:
+    const Half* const x_;
+};
+
+using Weight = Half;
+
+inline void add_two_values(Floats* sums, const Weight* weights, const Half* even, const Half* odd) {
+    const Ints two = two_of(weights), a = load_bits(even), b = load_bits(odd);
+    sums[0] = add_products(sums[0], two, unpack_low<int16_t>(a, b));
+    sums[1] = add_products(sums[1], two, unpack_high<int16_t>(a, b));
+}
+
+inline void sort_dims(Ints& first, Ints& second) {
+    if (may_use_tiles()) return interleave<int32_t>(first, second);
+    interleave<Quarter>(first, second);
+}
+
+#endif
 
 // Scores of one row of q with 16 tokens. By tiles the keys are the left side of the product as they lie, q is the only column of
 // the right one; by vectors keys are transposed on their way. Meanwhile `pace` times as many lines are asked for.
-inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride, const BFloat16* q, int head_dim, Upcoming& upcoming, int pace) {
+inline void score_row(float* scores, const Half* keys, int64_t token_stride, const Half* q, int head_dim, Upcoming& upcoming, int pace) {
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) {
         upcoming.ask<_MM_HINT_T1>(pace * TILE * head_dim / STEP);
         _tile_zero(0);
         for (int dim = 0; dim < head_dim; dim += STEP) {
-            _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(BFloat16)));
-            _tile_loadd(6, q + dim, 2 * sizeof(BFloat16));
+            _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(Half)));
+            _tile_loadd(6, q + dim, 2 * sizeof(Half));
             _tile_dpbf16ps(0, 4, 6);
         }
         _tile_stored(0, scores, sizeof(float));
@@ -109,43 +166,39 @@ inline void score_row(float* scores, const BFloat16* keys, int64_t token_stride,
             upcoming.ask<SOON>(pace);  // evenly: many at once hold up the loads after them
         }
         transpose(rows);
-        for (int pair = 0; pair < TILE; pair++) sums = add_products(sums, two_of(q + dim + 2 * pair), rows[pair]);
+        const StepOfRow step(q + dim);
+        for (int pair = 0; pair < TILE; pair++) sums = step.add(sums, pair, rows[pair]);
     }
     store(scores, sums);
 }
 
-inline void round_to_bfloat16(float* x, int count) {
+inline void round_in_float(float* x, int count) {
     for (int i = 0; i < count; i += 2 * LANES) {
         Floats first = load(x + i), second = load(x + i + LANES);
-        round_two<BFloat16>(first, second);
+        round_two<Half>(first, second);
         store_two(x + i, first, second, false);
     }
 }
 
-// Weights of a row, in whole runs of 32, as they meet the values: for tiles still float32, for vectors bf16 in the same place.
+// Weights of a row, in whole runs of 32, as they meet the values: for tiles still float32, for vectors `Weight` in the same place.
 inline void round_weights(float* weights, int count) {
-    if (may_use_tiles()) return round_to_bfloat16(weights, count);
-    BFloat16* const rounded = reinterpret_cast<BFloat16*>(weights);
+    if (may_use_tiles() || sizeof(Weight) == sizeof(float)) return round_in_float(weights, count);
+    Half* const rounded = reinterpret_cast<Half*>(weights);
     for (int i = 0; i < count; i += 2 * LANES) store_two(rounded + i, load(weights + i), load(weights + i + LANES), false);
 }
 
-// Adds weight * value of at most 32 tokens to LINES * 32 dims of a row by vectors. Of each 32 dims `totals` has the first four of
-// each eight first.
+// Adds weight * value of at most 32 tokens to LINES * 32 dims of a row by vectors. Of each 32 dims `totals` has, in bfloat16, the
+// first four of each eight first.
 template <int LINES>
-void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const BFloat16* weights, int num_tokens,
+void add_pairs_of_values(float* totals, const Half* values, const int64_t* offsets, const Weight* weights, int num_tokens,
                          Upcoming& upcoming) {
     Floats sums[2 * LINES];
     for (int i = 0; i < 2 * LINES; i++) sums[i] = load(totals + i * LANES);
     for (int token = 0; token < num_tokens; token += 2) {
         upcoming.ask<SOON>(2 * LINES);
-        const BFloat16* even = values + offsets[token];
-        const BFloat16* odd = values + offsets[std::min(token + 1, num_tokens - 1)];  // the weight of none is 0
-        const Ints two = two_of(weights + token);
-        for (int line = 0; line < LINES; line++) {
-            const Ints a = load_bits(even + line * STEP), b = load_bits(odd + line * STEP);
-            sums[2 * line] = add_products(sums[2 * line], two, unpack_low<int16_t>(a, b));
-            sums[2 * line + 1] = add_products(sums[2 * line + 1], two, unpack_high<int16_t>(a, b));
-        }
+        const Half* even = values + offsets[token];
+        const Half* odd = values + offsets[std::min(token + 1, num_tokens - 1)];  // the weight of none is 0
+        for (int line = 0; line < LINES; line++) add_two_values(sums + 2 * line, weights + token, even + line * STEP, odd + line * STEP);
     }
     for (int i = 0; i < 2 * LINES; i++) store(totals + i * LANES, sums[i]);
 }
@@ -153,7 +206,7 @@ void add_pairs_of_values(float* totals, const BFloat16* values, const int64_t* o
 // The same beside matrix tiles, with the bits of one of their steps: even and odd tokens apart. Of each 32 dims `totals` has the
 // even ones first.
 template <int LINES>
-void add_step_of_values(float* totals, const BFloat16* values, const int64_t* offsets, const float* weights, int num_tokens,
+void add_step_of_values(float* totals, const Half* values, const int64_t* offsets, const float* weights, int num_tokens,
                         Upcoming& upcoming) {
     Floats even_sums[2 * LINES] = {}, odd_sums[2 * LINES] = {};
     const auto add = [&](Floats* sums, int token) {
@@ -179,10 +232,7 @@ void add_step_of_values(float* totals, const BFloat16* values, const int64_t* of
 inline void interleave(float* totals, int head_dim) {
     for (int dim = 0; dim < head_dim; dim += STEP) {
         Ints first = load_bits(totals + dim), second = load_bits(totals + dim + LANES);
-        if (may_use_tiles())
-            interleave<int32_t>(first, second);
-        else
-            interleave<Quarter>(first, second);
+        sort_dims(first, second);
         store_bits(totals + dim, first);
         store_bits(totals + dim + LANES, second);
     }

@@ -42,7 +42,7 @@ inline Floats multiply(const float* q, const float* key, int runtime_head_dim) {
 }
 
 template <int HEAD_DIM>
-inline Floats multiply(const BFloat16* q, const BFloat16* key, int runtime_head_dim) {
+inline Floats multiply(const Half* q, const Half* key, int runtime_head_dim) {
     const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
 #ifdef WEFT_HAS_PAIRS
     if (head_dim % (2 * LANES) == 0) {

@@ -34,16 +34,17 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 logger = logging.getLogger(__name__)
 
 
-def build_library(cache: Path | None = None) -> Path:
+def build_library(cache: Path | None = None, *, is_float16: bool = False) -> Path:
     """The compiled library; compiled now where the cache has none for these sources, this compiler and this CPU, or
-    not the whole of it.
+    not the whole of it. Beside float32 it has one type of 16 bits, bfloat16 or float16.
 
     Of several processes that want it at once, one compiles and the others wait for it. Raises DeviceError when there is
     no compiler, it fails, or the cache cannot be written.
     """
     compiler = find_compiler()
     cache = cache or default_cache()
-    library = cache / f"weft_kernels_{_key(compiler)}.so"
+    flags = _flags(is_float16=is_float16)
+    library = cache / f"weft_kernels_{_key(compiler, flags)}.so"
     try:
         if _is_whole(library):
             return library
@@ -52,7 +53,7 @@ def build_library(cache: Path | None = None) -> Path:
             if not _is_whole(library):
                 if library.exists():
                     logger.warning("compiling the CPU kernels again: %s is damaged", library)
-                _build(compiler, library)
+                _build(compiler, flags, library)
     except OSError as error:
         raise DeviceError(
             f"compiled kernels cannot be kept in {cache}: {error}; allowed: a home folder that can be written"
@@ -68,11 +69,11 @@ def _is_whole(library: Path) -> bool:
     return content[-size:] == _DIGEST(content[:-size]).digest()
 
 
-def _build(compiler: Sequence[str], library: Path) -> None:
+def _build(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
         output = Path(folder) / library.name
-        _run([*compiler, "-shared", *_compile(compiler, Path(folder)), "-o", str(output)])
+        _run([*compiler, "-shared", *_compile(compiler, flags, Path(folder)), "-o", str(output)])
         with output.open("r+b") as file:
             file.write(_DIGEST(file.read()).digest())
             file.flush()
@@ -112,9 +113,8 @@ def default_cache() -> Path:
         raise DeviceError("this user has no home folder to keep compiled kernels in; allowed: HOME says one") from error
 
 
-def _compile(compiler: Sequence[str], folder: Path) -> list[str]:
+def _compile(compiler: Sequence[str], flags: Sequence[str], folder: Path) -> list[str]:
     """Compile the sources, all at once, and return the object files."""
-    flags = _flags()
 
     def compile_one(source: Path) -> str:
         output = str(folder / f"{source.stem}.o")
@@ -126,10 +126,11 @@ def _compile(compiler: Sequence[str], folder: Path) -> list[str]:
         return list(pool.map(compile_one, sources))
 
 
-def _flags() -> tuple[str, ...]:
+def _flags(*, is_float16: bool) -> tuple[str, ...]:
     """Those, and what the compiler does not tell of the CPU."""
     is_intel = _of_cpu("vendor_id").endswith("GenuineIntel")
-    return (*_FLAGS, f"-DWEFT_FIRST_LEVEL_KB={_first_level_kb()}", f"-DWEFT_IS_INTEL={int(is_intel)}")
+    of_cpu = f"-DWEFT_FIRST_LEVEL_KB={_first_level_kb()}", f"-DWEFT_IS_INTEL={int(is_intel)}"
+    return (*_FLAGS, *of_cpu, f"-DWEFT_IS_FLOAT16={int(is_float16)}")
 
 
 def _first_level_kb() -> int:
@@ -144,11 +145,11 @@ def _first_level_kb() -> int:
     return 0
 
 
-def _key(compiler: Sequence[str]) -> str:
+def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
-    for part in (*compiler, *_flags(), _run([*compiler, "--version"]), cpu_features()):
+    for part in (*compiler, *flags, _run([*compiler, "--version"]), cpu_features()):
         digest.update(part.encode())
     return digest.hexdigest()[:16]
 

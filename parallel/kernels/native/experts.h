@@ -46,7 +46,7 @@ struct ExpertLayer {
 };
 
 // The experts of a token, of equal ones the first, and their weights. Where a logit is NaN, all weights are.
-inline void choose_experts(int64_t* experts, float* weights, const BFloat16* logits, int64_t num_experts, const ExpertChoice& choice) {
+inline void choose_experts(int64_t* experts, float* weights, const Half* logits, int64_t num_experts, const ExpertChoice& choice) {
     static thread_local Buffer<float> buffer;
     float* const left = buffer.room(size_t(num_experts));  // of which none is chosen yet
     float most = -INFINITY, of_all = 0, of_chosen = 0;
@@ -75,7 +75,7 @@ class ExpertProducts {
     }
 
     // Logits: [tokens, X].
-    void choose(const BFloat16* logits, int64_t stride, const ExpertChoice& choice, Team& team) {
+    void choose(const Half* logits, int64_t stride, const ExpertChoice& choice, Team& team) {
         team.for_each(divide_up(x_.count, TOGETHER), [=](int64_t item) {
             for (int64_t token = item * TOGETHER; token < std::min<int64_t>(x_.count, (item + 1) * TOGETHER); token++)
                 choose_experts(&experts_[token * num_chosen_], &weights_[token * num_chosen_], logits + token * stride, matrices_.num_experts, choice);
@@ -88,7 +88,7 @@ class ExpertProducts {
 
   protected:
     // Rows: [most_rows, E], later of results: a row's result takes its place.
-    ExpertProducts(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, BFloat16* rows, int num_threads)
+    ExpertProducts(Half* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, Half* rows, int num_threads)
         : x_(x), matrices_(matrices), num_threads_(num_threads), rows_(rows), out_(out), num_chosen_(num_chosen),
           experts_(size_t(x.count * num_chosen)), weights_(experts_.size()), summands_(experts_.size()), num_summands_(size_t(x.count)) {}
 
@@ -165,7 +165,7 @@ class ExpertProducts {
             for (int64_t column = 0; column < hidden_size; column += PANEL) {
                 Floats sums[2] = {};
                 for (const Summand* summand = first; summand < first + num_summands_[token]; summand++) {
-                    const BFloat16* row = rows_ + summand->row * hidden_size + column;
+                    const Half* row = rows_ + summand->row * hidden_size + column;
                     sums[0] += broadcast(summand->weight) * load(row);
                     sums[1] += broadcast(summand->weight) * load(row + LANES);
                 }
@@ -177,11 +177,11 @@ class ExpertProducts {
     const LeftRows x_;
     const ExpertMatrices matrices_;
     const int num_threads_;
-    BFloat16* const rows_;
+    Half* const rows_;
 
   private:
     static constexpr int64_t TOGETHER = 16;  // tokens, or rows
-    BFloat16* const out_;
+    Half* const out_;
     const int64_t num_chosen_;
     std::vector<int64_t> experts_;       // [tokens, chosen], where they are chosen here
     std::vector<float> weights_;
@@ -191,14 +191,14 @@ class ExpertProducts {
     std::vector<Pair> pairs_;  // sorted by expert
 };
 
-// One product for each run. Numbers: InBFloat16, In8Bits.
+// One product for each run. Numbers: InHalf, In8Bits.
 template <class Numbers>
 class ProductsOfRuns {
     using Left = typename Numbers::Left;
     using Matrix = typename Numbers::Matrix;
 
   public:
-    void add(const Target<BFloat16>& out, const Left& left, const Matrix& matrix, int num_threads) {
+    void add(const Target<Half>& out, const Left& left, const Matrix& matrix, int num_threads) {
         const Shares shares(Numbers::num_rows(left), Numbers::parts_of(left, matrix), out.num_out, num_threads);
         products_.push_back({out, left, matrix, shares, num_shares_});
         num_shares_ += shares.count;
@@ -211,7 +211,7 @@ class ProductsOfRuns {
 
   private:
     struct Product {
-        Target<BFloat16> out;
+        Target<Half> out;
         Left left;
         Matrix matrix;
         Shares shares;
@@ -250,7 +250,7 @@ struct TypeOf {
     using Type = T;
 };
 
-struct InBFloat16 {
+struct InHalf {
     using Left = LeftRows;
     using Matrix = PackedMatrix;
 
@@ -261,20 +261,20 @@ struct InBFloat16 {
     template <bool IS_GATED, class Work>
     static void choose_shares(const Work& work) {
 #ifdef WEFT_HAS_AMX
-        if (may_use_tiles()) return work(TypeOf<SharesByTiles<IS_GATED, Target<BFloat16>>>{});
+        if (may_use_tiles()) return work(TypeOf<SharesByTiles<IS_GATED, Target<Half>>>{});
 #endif
-        work(TypeOf<SharesByVectors<IS_GATED, Target<BFloat16>>>{});
+        work(TypeOf<SharesByVectors<IS_GATED, Target<Half>>>{});
     }
 };
 
-class ExpertsInBFloat16 final : public ExpertProducts {
+class ExpertsInHalf final : public ExpertProducts {
   public:
     static int64_t scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
-        return most_rows(num_tokens, num_chosen, matrices) * (matrices.hidden_size + matrices.inner_size) * int64_t(sizeof(BFloat16));
+        return most_rows(num_tokens, num_chosen, matrices) * (matrices.hidden_size + matrices.inner_size) * int64_t(sizeof(Half));
     }
 
-    ExpertsInBFloat16(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
-        : ExpertProducts(out, x, matrices, num_chosen, static_cast<BFloat16*>(scratch), num_threads),
+    ExpertsInHalf(Half* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
+        : ExpertProducts(out, x, matrices, num_chosen, static_cast<Half*>(scratch), num_threads),
           inner_(rows_ + most_rows(x.count, num_chosen, matrices) * matrices.hidden_size) {}
 
     void run(Team& team) const override {
@@ -293,12 +293,12 @@ class ExpertsInBFloat16 final : public ExpertProducts {
     void add_products(const Run& run) override {
         const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
         const auto matrix = [&](const void* values, const void* bias, int64_t num_out, int64_t num_in, GateClamp clamp = {}) {
-            const auto* of_all = static_cast<const BFloat16*>(bias);
-            return PackedMatrix{static_cast<const BFloat16*>(values) + run.expert * num_out * num_in,
+            const auto* of_all = static_cast<const Half*>(bias);
+            return PackedMatrix{static_cast<const Half*>(values) + run.expert * num_out * num_in,
                                 of_all ? of_all + run.expert * num_out : nullptr, num_out, int(num_in), clamp};
         };
-        BFloat16* const rows = rows_ + run.first_row * hidden_size;
-        const Target<BFloat16> inner{inner_ + run.first_row * inner_size, inner_size, run.has_blocks};
+        Half* const rows = rows_ + run.first_row * hidden_size;
+        const Target<Half> inner{inner_ + run.first_row * inner_size, inner_size, run.has_blocks};
         const LeftRows left = gathers() ? LeftRows{rows, hidden_size, run.count, run.has_blocks} : x_;
         into_.add(inner, left, matrix(matrices_.into, matrices_.into_bias, 2 * inner_size, hidden_size, matrices_.clamp), num_threads_);
         const LeftRows of_inner{inner.values, inner_size, run.count, run.has_blocks};
@@ -308,21 +308,21 @@ class ExpertsInBFloat16 final : public ExpertProducts {
     void gather(Team& team) const {
         const int64_t hidden_size = matrices_.hidden_size;
         for_each_pair(team, [=](const Run& run, int row, int64_t token) {
-            const Target<BFloat16> to{rows_ + run.first_row * hidden_size, hidden_size, run.has_blocks};
-            const BFloat16* from = x_.x + token * x_.stride;
+            const Target<Half> to{rows_ + run.first_row * hidden_size, hidden_size, run.has_blocks};
+            const Half* from = x_.x + token * x_.stride;
             for (int64_t panel = 0; panel < hidden_size / PANEL; panel++) std::copy_n(from + panel * PANEL, PANEL, to.at(row, panel));
         });
     }
 
-    BFloat16* const inner_;
-    ProductsOfRuns<InBFloat16> into_, down_;
+    Half* const inner_;
+    ProductsOfRuns<InHalf> into_, down_;
 };
 
 #ifdef WEFT_HAS_INT8
 
 struct In8Bits {
     using Left = int8::Left;
-    using Matrix = int8::Matrix<BFloat16>;
+    using Matrix = int8::Matrix<Half>;
 
     static int num_rows(const Left& left) { return left.num_rows; }
     static Parts parts_of(const Left& left, const Matrix&) { return int8::parts_of(left); }
@@ -331,9 +331,9 @@ struct In8Bits {
     template <bool IS_GATED, class Work>
     static void choose_shares(const Work& work) {
 #ifdef WEFT_HAS_AMX_INT8
-        if (int8::use_tiles()) return work(TypeOf<int8::SharesByTiles<IS_GATED, Target<BFloat16>>>{});
+        if (int8::use_tiles()) return work(TypeOf<int8::SharesByTiles<IS_GATED, Target<Half>>>{});
 #endif
-        work(TypeOf<int8::SharesByVectors<IS_GATED, Target<BFloat16>>>{});
+        work(TypeOf<int8::SharesByVectors<IS_GATED, Target<Half>>>{});
     }
 };
 
@@ -341,12 +341,12 @@ class ExpertsIn8Bits final : public ExpertProducts {
   public:
     static int64_t scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
         const int64_t hidden_size = matrices.hidden_size, inner_size = matrices.inner_size;
-        const int64_t of_row = (hidden_size + inner_size) * int64_t(sizeof(BFloat16)) + row_size(hidden_size) + row_size(inner_size) + 2 * int64_t(sizeof(float));
+        const int64_t of_row = (hidden_size + inner_size) * int64_t(sizeof(Half)) + row_size(hidden_size) + row_size(inner_size) + 2 * int64_t(sizeof(float));
         return most_rows(num_tokens, num_chosen, matrices) * of_row;
     }
 
-    ExpertsIn8Bits(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
-        : ExpertProducts(out, x, matrices, num_chosen, static_cast<BFloat16*>(scratch), num_threads),
+    ExpertsIn8Bits(Half* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
+        : ExpertProducts(out, x, matrices, num_chosen, static_cast<Half*>(scratch), num_threads),
           all_into_(matrices.into, matrices.into_bias, 2 * matrices.inner_size * matrices.num_experts, matrices.hidden_size),
           all_down_(matrices.down, matrices.down_bias, matrices.hidden_size * matrices.num_experts, matrices.inner_size) {
         const int64_t most = most_rows(x.count, num_chosen, matrices);
@@ -373,7 +373,7 @@ class ExpertsIn8Bits final : public ExpertProducts {
     // Bytes of a row that is quantized.
     static int64_t row_size(int64_t num_in) { return int64_t(int8::num_steps(int(num_in))) * int8::Left::ROW_BYTES; }
 
-    static void quantize(const int8::Left& left, int row, const BFloat16* from, int num_in) {
+    static void quantize(const int8::Left& left, int row, const Half* from, int num_in) {
         left.scales[row] = int8::quantize_row(left.row(row), left.step_stride(), from, num_in, int8::use_tiles() ? 0 : 0x80);
         left.finish_row(row);
     }
@@ -391,15 +391,15 @@ class ExpertsIn8Bits final : public ExpertProducts {
 
     void add_products(const Run& run) override {
         const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
-        const auto of_expert = [&](const int8::Matrix<BFloat16>& all, int64_t num_out) {
+        const auto of_expert = [&](const int8::Matrix<Half>& all, int64_t num_out) {
             return all.slice(run.expert * num_out / PANEL, num_out / PANEL);
         };
         into_.add({inner_ + run.first_row * inner_size, inner_size}, of_x(run), of_expert(all_into_, 2 * inner_size), num_threads_);
         down_.add({rows_ + run.first_row * hidden_size, hidden_size}, of_inner(run), of_expert(all_down_, hidden_size), num_threads_);
     }
 
-    int8::Matrix<BFloat16> all_into_, all_down_;  // of all experts, one after the other
-    BFloat16* inner_;
+    int8::Matrix<Half> all_into_, all_down_;  // of all experts, one after the other
+    Half* inner_;
     int8_t *quantized_x_, *quantized_inner_;
     float *scales_, *inner_scales_;
     ProductsOfRuns<In8Bits> into_, down_;
@@ -412,16 +412,16 @@ inline int64_t experts_scratch_size(int64_t num_tokens, int64_t num_chosen, cons
 #ifdef WEFT_HAS_INT8
     if (matrices.is_int8) return ExpertsIn8Bits::scratch_size(num_tokens, num_chosen, matrices);
 #endif
-    return ExpertsInBFloat16::scratch_size(num_tokens, num_chosen, matrices);
+    return ExpertsInHalf::scratch_size(num_tokens, num_chosen, matrices);
 }
 
 // Scratch: on the boundary of a cache line.
-inline std::unique_ptr<ExpertProducts> make_expert_products(BFloat16* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen,
+inline std::unique_ptr<ExpertProducts> make_expert_products(Half* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen,
                                                             void* scratch, int num_threads) {
 #ifdef WEFT_HAS_INT8
     if (matrices.is_int8) return std::make_unique<ExpertsIn8Bits>(out, x, matrices, num_chosen, scratch, num_threads);
 #endif
-    return std::make_unique<ExpertsInBFloat16>(out, x, matrices, num_chosen, scratch, num_threads);
+    return std::make_unique<ExpertsInHalf>(out, x, matrices, num_chosen, scratch, num_threads);
 }
 
 }  // namespace weft

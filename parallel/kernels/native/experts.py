@@ -16,12 +16,12 @@ from parallel.kernels.native.packed_linear import PANEL, NativeLinear, in_rows
 from parallel.kernels.native.tape import Recorder, Tape
 
 
-def can_pack_experts(weights: ExpertWeights) -> bool:
+def can_pack_experts(weights: ExpertWeights, programs: Programs) -> bool:
     """Whether the compiled products take these experts."""
     both = (weights.into_XJE, weights.down_XEI)
     (_, num_gates, hidden_size), inner_size = weights.into_XJE.shape, weights.down_XEI.shape[2]
     is_whole = num_gates == 2 * inner_size and inner_size % PANEL == 0 and hidden_size % PANEL == 0
-    are_dense = all(weight.dtype is torch.bfloat16 and weight.is_contiguous() for weight in both)
+    are_dense = all(weight.dtype is programs.dtype and weight.is_contiguous() for weight in both)
     is_gate_known = weights.activation is Activation.SILU or weights.clamped_gate is not None
     return is_gate_known and is_whole and are_dense
 
@@ -30,7 +30,7 @@ class NativeExperts:
     """Implements `RoutingExperts`; the weights are laid out where they are, or, in 8 bits, given up.
 
     Args:
-        int8: what multiplies in 8 bits; None: experts stay in bfloat16.
+        int8: what multiplies in 8 bits; None: experts stay in 16.
     """
 
     def __init__(

@@ -9,4 +9,4 @@
 
 #define FOR_EACH_TYPE(DEFINE) \
     DEFINE(float32, float)    \
-    DEFINE(bfloat16, BFloat16)
+    DEFINE(half, Half)

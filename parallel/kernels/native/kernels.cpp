@@ -134,6 +134,8 @@ EXPORT void weft_edit_logits(float* logits, int64_t row_stride, int64_t num_rows
     });
 }
 
+EXPORT int weft_is_float16(void) { return WEFT_IS_FLOAT16; }
+
 EXPORT int weft_most_rows(void) { return most_rows(); }
 
 #ifdef WEFT_HAS_PACKED_MATRIX
@@ -142,47 +144,47 @@ EXPORT int weft_has_programs(void) { return 1; }
 
 EXPORT void weft_pack_matrix(void* packed, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {
-        pack_matrix(static_cast<BFloat16*>(packed), static_cast<const BFloat16*>(weight), num_out, num_in, team);
+        pack_matrix(static_cast<Half*>(packed), static_cast<const Half*>(weight), num_out, num_in, team);
     });
 }
 
 template <class Result>
 void multiply_packed(const Result& result, const LeftRows& left, const PackedMatrix& matrix, int num_threads) {
-    static thread_local Buffer<BFloat16> scratch;
-    BFloat16* room = scratch.room(scratch_size(left.count, matrix.num_in));
+    static thread_local Buffer<Half> scratch;
+    Half* room = scratch.room(scratch_size(left.count, matrix.num_in));
     on_team(num_threads, MULTIPLY_SECTIONS, [&](Team& team) { multiply(result, left, matrix, room, team); });
 }
 
 EXPORT void weft_unpack_rows(void* rows, const int64_t* indices, int64_t count, const void* packed, int64_t num_out,
                              int num_in, int num_threads) {
-    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), nullptr, num_out, num_in};
+    const PackedMatrix matrix{static_cast<const Half*>(packed), nullptr, num_out, num_in};
     constexpr int64_t READ = LANES;  // bytes for one of a row
     on_team(threads_for(count * num_in * READ, num_threads), 1, [=](Team& team) {
-        unpack_rows(static_cast<BFloat16*>(rows), indices, count, matrix, team);
+        unpack_rows(static_cast<Half*>(rows), indices, count, matrix, team);
     });
 }
 
-// Of the result: rounded to bf16, or the sums as they are.
+// Of the result: rounded to 16 bits, or the sums as they are.
 #define DEFINE_PACKED(NAME, T)                                                                                          \
     EXPORT void weft_multiply_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows, const void* packed,  \
                                      const void* bias, int64_t num_out, int num_in, int num_threads) {                  \
-        const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};\
-        const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};                                   \
+        const PackedMatrix matrix{static_cast<const Half*>(packed), static_cast<const Half*>(bias), num_out, num_in};\
+        const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_rows};                                   \
         multiply_packed(Target<T>{static_cast<T*>(out), num_out}, left, matrix, num_threads);                           \
     }
 
 FOR_EACH_TYPE(DEFINE_PACKED)
 
-EXPORT void weft_largest_bfloat16(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
+EXPORT void weft_largest_half(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
                                   const void* packed, const void* bias, int64_t num_out, int num_in, int num_threads) {
-    const PackedMatrix matrix{static_cast<const BFloat16*>(packed), static_cast<const BFloat16*>(bias), num_out, num_in};
-    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_rows};
-    find_largest<BFloat16>(values, indices, num_rows, num_out,
+    const PackedMatrix matrix{static_cast<const Half*>(packed), static_cast<const Half*>(bias), num_out, num_in};
+    const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_rows};
+    find_largest<Half>(values, indices, num_rows, num_out,
                            [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });
 }
 
 EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_stride, int num_rows, int num_threads) {
-    TableSearch search(*table, {static_cast<const BFloat16*>(x), x_row_stride, num_rows}, num_threads);
+    TableSearch search(*table, {static_cast<const Half*>(x), x_row_stride, num_rows}, num_threads);
     on_team(num_threads, TableSearch::SECTIONS, [&](Team& team) { search.run(team); });
     search.write();
 }
@@ -190,12 +192,12 @@ EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_s
 std::unique_ptr<ExpertProducts> make_products(void* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, int num_threads) {
     static thread_local Buffer<char> scratch;
     void* room = scratch.room(size_t(experts_scratch_size(x.count, num_chosen, matrices)));
-    return make_expert_products(static_cast<BFloat16*>(out), x, matrices, num_chosen, room, num_threads);
+    return make_expert_products(static_cast<Half*>(out), x, matrices, num_chosen, room, num_threads);
 }
 
 EXPORT void weft_run_experts(void* out, const void* x, int64_t x_row_stride, int num_tokens, const int64_t* experts, const float* weights,
                              int64_t num_chosen, const ExpertMatrices* matrices, int num_threads) {
-    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_tokens};
+    const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_tokens};
     const auto products = make_products(out, left, *matrices, num_chosen, num_threads);
     products->set_chosen(experts, weights);
     on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) { products->run(team); });
@@ -203,16 +205,16 @@ EXPORT void weft_run_experts(void* out, const void* x, int64_t x_row_stride, int
 
 EXPORT void weft_choose_and_run_experts(void* out, const void* x, int64_t x_row_stride, int num_tokens, const void* logits,
                                         int64_t logits_row_stride, const ExpertLayer* layer, int num_threads) {
-    const LeftRows left{static_cast<const BFloat16*>(x), x_row_stride, num_tokens};
+    const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_tokens};
     const auto products = make_products(out, left, layer->matrices, layer->choice.num_chosen, num_threads);
     on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) {
-        products->choose(static_cast<const BFloat16*>(logits), logits_row_stride, layer->choice, team);
+        products->choose(static_cast<const Half*>(logits), logits_row_stride, layer->choice, team);
         products->run(team);
     });
 }
 
 EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
-    Program<BFloat16> program(operations, count, *step);
+    Program<Half> program(operations, count, *step);
     on_team(step->num_threads, program.num_sections(), [&](Team& team) { program.run(team); });
     program.write_found();
 }
@@ -242,7 +244,7 @@ EXPORT int weft_most_sifted_rows(void) { return most_sifted_rows(); }
 
 EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {
-        make_screen(Screen(screen, num_out, num_in), static_cast<const BFloat16*>(weight), num_out, num_in, team);
+        make_screen(Screen(screen, num_out, num_in), static_cast<const Half*>(weight), num_out, num_in, team);
     });
 }
 
@@ -251,7 +253,7 @@ EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, 
 EXPORT void weft_sift_table(const Table* table, float* out, const int32_t* numbers, const void* x, int64_t x_row_stride, int num_rows,
                             int num_threads) {
     const PackedMatrix packed{table->values, nullptr, table->num_out, table->num_in};
-    ScreenedSearch search({static_cast<const BFloat16*>(x), x_row_stride, num_rows}, packed,
+    ScreenedSearch search({static_cast<const Half*>(x), x_row_stride, num_rows}, packed,
                           Screen(table->screen, table->num_out, table->num_in), table->noise, table->edits, numbers);
     on_team(num_threads, SIFT_SECTIONS, [&](Team& team) { search.run(Sifted{out, table->num_out}, team); });
 }

@@ -10,7 +10,7 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define WEFT_HAS_AVX512
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define WEFT_HAS_AVX2
 #endif
 #if (defined(WEFT_HAS_AVX512) && defined(__AVX512VNNI__)) || (defined(WEFT_HAS_AVX2) && defined(__AVXVNNI__))

@@ -20,7 +20,6 @@ from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
 LANES = 16
 """Head sizes that the attention knows are multiples of this."""
 
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _PRODUCT = (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_int, c_int)
 """Result, rows, their stride and number, packed matrix, bias, outputs, inputs, threads."""
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -275,8 +274,10 @@ class Operations:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Products with packed matrices, and whole programs; bfloat16, where the CPU multiplies pairs of them."""
+    """Products with packed matrices, and whole programs; where the CPU has vectors for them."""
 
+    dtype: torch.dtype
+    """Of all numbers: bfloat16 or float16, as the library was compiled."""
     pack_matrix: Callable[..., None]
     unpack_rows: Callable[..., None]
     multiply: Callable[..., None]
@@ -322,7 +323,7 @@ class Int8Operations:
 def load_operations(library: Path) -> dict[torch.dtype, Operations]:
     """The kernels of every dtype that has them. Raises DeviceError when the file cannot be loaded."""
     loaded = _load(library)
-    return {dtype: _operations(loaded, name) for dtype, name in _NAMES.items()}
+    return {dtype: _operations(loaded, name) for dtype, name in _names(loaded).items()}
 
 
 def load_programs(library: Path) -> Programs | None:
@@ -332,12 +333,13 @@ def load_programs(library: Path) -> Programs | None:
         return None
     most_screened_rows = loaded.weft_most_screened_rows()
     return Programs(
+        dtype=_half(loaded),
         pack_matrix=_function(loaded, "weft_pack_matrix", (c_void_p, c_void_p, c_int64, c_int, c_int)),
         unpack_rows=_function(
             loaded, "weft_unpack_rows", (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)
         ),
-        multiply=_function(loaded, "weft_multiply_bfloat16", _PRODUCT),
-        largest=_function(loaded, "weft_largest_bfloat16", (c_void_p, *_PRODUCT)),
+        multiply=_function(loaded, "weft_multiply_half", _PRODUCT),
+        largest=_function(loaded, "weft_largest_half", (c_void_p, *_PRODUCT)),
         multiply_float32=_function(loaded, "weft_multiply_float32", _PRODUCT),
         search_table=_function(loaded, "weft_search_table", (c_void_p, c_void_p, c_int64, c_int, c_int)),
         most_screened_rows=most_screened_rows,
@@ -366,7 +368,7 @@ def load_programs(library: Path) -> Programs | None:
         can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),
         start=_function(loaded, "weft_start", (c_void_p, c_int, c_void_p), c_void_p),
         finish=_function(loaded, "weft_finish", (c_void_p,)),
-        has_dot_products=_has_dot_products(loaded, "bfloat16"),
+        has_dot_products=_has_dot_products(loaded, "half"),
     )
 
 
@@ -375,13 +377,14 @@ def load_int8(library: Path) -> dict[torch.dtype, Int8Operations]:
     loaded = _load(library)
     if not loaded.weft_has_int8():
         return {}
-    return {dtype: _int8_operations(loaded, name) for dtype, name in _NAMES.items()}
+    return {dtype: _int8_operations(loaded, name) for dtype, name in _names(loaded).items()}
 
 
 def load_largest(library: Path) -> dict[torch.dtype, Callable[..., None]]:
     """Where the largest logit of each row is; see sampling.h. Raises DeviceError when the file cannot be loaded."""
     loaded, arguments = _load(library), (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int)
-    return {dtype: _function(loaded, f"weft_choose_largest_{name}", arguments) for dtype, name in _NAMES.items()}
+    names = _names(loaded)
+    return {dtype: _function(loaded, f"weft_choose_largest_{name}", arguments) for dtype, name in names.items()}
 
 
 def load_draws(library: Path) -> Callable[..., None]:
@@ -407,6 +410,14 @@ def _load(library: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise DeviceError(f"cannot load {library}: {error}") from error
+
+
+def _half(library: ctypes.CDLL) -> torch.dtype:
+    return torch.float16 if library.weft_is_float16() else torch.bfloat16
+
+
+def _names(library: ctypes.CDLL) -> dict[torch.dtype, str]:
+    return {torch.float32: "float32", _half(library): "half"}
 
 
 def _function(

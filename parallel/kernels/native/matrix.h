@@ -1,8 +1,8 @@
-// A product with a matrix that was laid out for the dot products of bf16 pairs, once, when it was loaded.
+// A product with a matrix that was laid out for the dot products of pairs (half.h), once, when it was loaded.
 //
 // The matrix [out, in] is cut into panels of 32 outputs, a panel into steps of 32 inputs; in a step the pairs of inputs follow
-// each other, [pair][output][2], of 16 outputs and of the others as panels.h says. So 16 outputs are the right-hand operand of
-// a tile product (AMX), a pair of them that of a vector one, and a panel is read from front to back. A vector product takes
+// each other, a line for 16 outputs and one for the others as panels.h says. So in bfloat16 16 outputs are the right-hand operand
+// of a tile product (AMX), a pair of them that of a vector one, and a panel is read from front to back. A vector product takes
 // the pairs as they are (AVX512_BF16), or as float32, half of each at a time (AVX512, AVX2), which a CPU may do faster.
 
 #pragma once
@@ -26,61 +26,61 @@ constexpr int STEP = 32;                              // inputs
 constexpr int64_t STEP_SIZE = int64_t(PANEL) * STEP;  // values of a panel's step, 2 KB
 
 struct PackedMatrix {
-    const BFloat16* values;  // [panels][steps], each as place_of says; outputs past the last are 0
-    const BFloat16* bias;    // [out], or null
+    const Half* values;  // [panels][steps], each as place_of says; outputs past the last are 0
+    const Half* bias;    // [out], or null
     int64_t num_out;         // a multiple of 16
     int num_in;              // a multiple of STEP
     GateClamp clamp = {};
 };
 
-// Of an output's pair of inputs in a step of its panel.
-inline int64_t place_of(int output, int pair) {
-    return (pair * RUN_BYTES + output / LANES * TO_SECOND) / int64_t(sizeof(BFloat16)) + output % LANES * 2;
+// Of the line that has an output's pair of inputs in a step of its panel.
+inline int64_t line_of(int output, int pair) {
+    return (pair * RUN_BYTES + output / LANES * TO_SECOND) / int64_t(sizeof(Half));
 }
 
 // In place where `packed` is the weight, of whole panels: each lies where its outputs lay.
-inline void pack_matrix(BFloat16* packed, const BFloat16* weight, int64_t num_out, int num_in, Team& team) {
+inline void pack_matrix(Half* packed, const Half* weight, int64_t num_out, int num_in, Team& team) {
     team.for_each(num_panels(num_out), [=](int64_t panel) {
-        static thread_local Buffer<BFloat16> buffer;
+        static thread_local Buffer<Half> buffer;
         const int64_t first = panel * PANEL * num_in, end = std::min(first + PANEL * num_in, num_out * num_in);
-        BFloat16* const rows = buffer.room(size_t(PANEL) * num_in);
-        std::fill(std::copy(weight + first, weight + end, rows), rows + PANEL * num_in, BFloat16{});
-        uint32_t* to = reinterpret_cast<uint32_t*>(packed + first);
-        for (int k = 0; k < num_in; k += STEP, to += STEP_SIZE / 2)
+        Half* const rows = buffer.room(size_t(PANEL) * num_in);
+        std::fill(std::copy(weight + first, weight + end, rows), rows + PANEL * num_in, Half{});
+        Half* to = packed + first;
+        for (int k = 0; k < num_in; k += STEP, to += STEP_SIZE)
             for (int pair = 0; pair < STEP / 2; pair++)
                 for (int output = 0; output < PANEL; output++)
-                    std::memcpy(to + place_of(output, pair) / 2, rows + output * num_in + k + 2 * pair, sizeof(*to));
+                    put_pair(to + line_of(output, pair), output % LANES, rows + output * num_in + k + 2 * pair);
     });
 }
 
 // Some rows of the matrix as they were before, [count, num_in]; zeros for an index that names none.
-inline void unpack_rows(BFloat16* rows, const int64_t* indices, int64_t count, const PackedMatrix& matrix, Team& team) {
+inline void unpack_rows(Half* rows, const int64_t* indices, int64_t count, const PackedMatrix& matrix, Team& team) {
     team.for_each(count, [=](int64_t i) {
         const int64_t output = indices[i];
-        BFloat16* to = rows + i * matrix.num_in;
+        Half* to = rows + i * matrix.num_in;
         if (output < 0 || output >= matrix.num_out) {
-            std::fill_n(to, matrix.num_in, BFloat16{});
+            std::fill_n(to, matrix.num_in, Half{});
             return;
         }
-        const BFloat16* from = matrix.values + output / PANEL * PANEL * matrix.num_in + place_of(int(output % PANEL), 0);
+        const Half* from = matrix.values + output / PANEL * PANEL * matrix.num_in + line_of(int(output % PANEL), 0);
         for (int k = 0; k < matrix.num_in; k += STEP, from += STEP_SIZE)
-            for (int pair = 0; pair < STEP / 2; pair++, to += 2) std::memcpy(to, from + place_of(0, pair), sizeof(uint32_t));
+            for (int pair = 0; pair < STEP / 2; pair++, to += 2) take_pair(to, from + line_of(0, pair), int(output % LANES));
     });
 }
 
 // The same of a table that has them one after the other.
-inline void copy_rows(BFloat16* rows, const int64_t* indices, int64_t count, const BFloat16* table, int64_t num_rows, int64_t width, Team& team) {
+inline void copy_rows(Half* rows, const int64_t* indices, int64_t count, const Half* table, int64_t num_rows, int64_t width, Team& team) {
     team.for_each(count, [=](int64_t i) {
-        BFloat16* to = rows + i * width;
+        Half* to = rows + i * width;
         if (indices[i] < 0 || indices[i] >= num_rows)
-            std::fill_n(to, width, BFloat16{});
+            std::fill_n(to, width, Half{});
         else
             std::copy_n(table + indices[i] * width, width, to);
     });
 }
 
 struct LeftRows {
-    const BFloat16* x;
+    const Half* x;
     int64_t stride;
     int count;
     bool is_packed = false;  // as pack_left does
@@ -97,16 +97,16 @@ inline void add_bias(const PackedMatrix& matrix, int64_t output, Floats& first, 
 inline bool needs_packing(int64_t num_rows) { return num_rows > (may_use_tiles() ? 2 * ROWS : 4); }
 
 // [blocks of 32 rows][steps][2 tiles][16 rows][32 inputs]; rows past the last are not written.
-inline void pack_left(BFloat16* packed, LeftRows left, int num_in, Team& team) {
+inline void pack_left(Half* packed, LeftRows left, int num_in, Team& team) {
     team.for_each((left.count + TILE - 1) / TILE, [=](int64_t item) {
-        BFloat16* to = packed + (item / 2 * num_in * 2 + item % 2 * STEP) * TILE;
+        Half* to = packed + (item / 2 * num_in * 2 + item % 2 * STEP) * TILE;
         for (int row = int(item) * TILE; row < std::min<int>(left.count, int(item + 1) * TILE); row++, to += STEP)
             for (int k = 0; k < num_in; k += STEP)
-                std::memcpy(to + int64_t(k) * ROWS, left.x + row * left.stride + k, STEP * sizeof(BFloat16));
+                std::memcpy(to + int64_t(k) * ROWS, left.x + row * left.stride + k, STEP * sizeof(Half));
     });
 }
 
-// `Numbers` of panels_vectors.h, of rows in bf16.
+// `Numbers` of panels_vectors.h, of rows as they are.
 struct Pairs : Alike {
     using Sum = float;
     using Vector = Floats;
@@ -128,27 +128,27 @@ struct PairsOfFloats {
     }
     template <int PART>
     static Floats right(const char* from) {
-        return PART ? first_half(load_bits(from)) : second_half(load_bits(from));
+        return PART ? load_first_half(from) : load_second_half(from);
     }
     static Floats add(const Floats& sums, const Floats& left, const Floats& right) { return accumulate(sums, left, right); }
 };
 
 // Whether rows are best multiplied in float32. Intel's CPUs begin a product of pairs every second cycle at most, and two of float32 in
 // each.
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && !WEFT_IS_FLOAT16
 constexpr bool ARE_FLOATS_FASTER = IS_INTEL;
 #else
 constexpr bool ARE_FLOATS_FASTER = true;
 #endif
 using Multiplied = std::conditional_t<ARE_FLOATS_FASTER, PairsOfFloats, Pairs>;
 
-// Rows of bf16 as `Multiplied` has them: as they are, or in float32, [steps][rows][32 inputs] in `room`.
+// Rows as `Multiplied` has them: as they are, or in float32, [steps][rows][32 inputs] in `room`.
 inline LeftVectors to_multiply(const LeftVectors& left, int num_steps, float* room) {
     if (!ARE_FLOATS_FASTER) return left;
     float* to = room;
     for (int step = 0; step < num_steps; step++)
         for (int row = 0; row < left.num_rows; row++, to += STEP) {
-            const auto* from = reinterpret_cast<const BFloat16*>(left.row(row) + step * left.step_stride);
+            const auto* from = reinterpret_cast<const Half*>(left.row(row) + step * left.step_stride);
             store_two(to, load(from), load(from + LANES), false);
         }
     constexpr int64_t ROW_BYTES = STEP * sizeof(float);
@@ -158,7 +158,7 @@ inline LeftVectors to_multiply(const LeftVectors& left, int num_steps, float* ro
 // Values of room for that.
 inline size_t room_to_multiply(int num_rows, int num_in) { return ARE_FLOATS_FASTER ? size_t(num_rows) * num_in : 0; }
 
-// `Product` of bf16; see panels.h. V: of the result.
+// `Product`; see panels.h. V: of the result.
 template <class V>
 struct Products {
     using Numbers = Multiplied;
@@ -221,7 +221,7 @@ class SharesByTiles {
         } else {
             for (int first = row; first < row + rows; first += ROWS) {
                 const char* values = reinterpret_cast<const char*>(left_.x + first * left_.stride);
-                const LeftTiles tiles{values, left_.stride * int64_t(sizeof(BFloat16)), 64, std::min(row + rows - first, ROWS)};
+                const LeftTiles tiles{values, left_.stride * int64_t(sizeof(Half)), 64, std::min(row + rows - first, ROWS)};
                 multiply_few_rows<IS_GATED>(out, first, tiles, products_, begin, end, following);
             }
         }
@@ -240,8 +240,8 @@ class SharesByTiles {
 
 // Some rows from `row` on, of one block.
 inline LeftVectors vectors_of(const LeftRows& left, int row, int count, int num_in) {
-    if (!left.is_packed) return {reinterpret_cast<const char*>(left.x + row * left.stride), left.stride * int64_t(sizeof(BFloat16)), 64, count};
-    const BFloat16* const block = left.x + row / ROWS * ROWS * int64_t(num_in);
+    if (!left.is_packed) return {reinterpret_cast<const char*>(left.x + row * left.stride), left.stride * int64_t(sizeof(Half)), 64, count};
+    const Half* const block = left.x + row / ROWS * ROWS * int64_t(num_in);
     return {reinterpret_cast<const char*>(block + row % ROWS * STEP), 64, STEP_BYTES, count};
 }
 
@@ -296,7 +296,7 @@ class SharesByVectors {
 // gates, and as many that they gate; half of them a multiple of PANEL. The same bits as one after the other. Left: packed, or it
 // becomes so in `scratch` where there are many rows.
 template <bool IS_GATED = false, class Result>
-void multiply(const Result& result, LeftRows left, const PackedMatrix& matrix, BFloat16* scratch, Team& team) {
+void multiply(const Result& result, LeftRows left, const PackedMatrix& matrix, Half* scratch, Team& team) {
     if (needs_packing(left.count) && !left.is_packed) {
         pack_left(scratch, left, matrix.num_in, team);
         left = {scratch, matrix.num_in, left.count, true};

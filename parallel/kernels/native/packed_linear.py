@@ -23,20 +23,21 @@ _SMALL_WEIGHT = 1 << 14
 """Elements below which torch's product costs less than packing is worth."""
 
 
-def can_pack(weight_OI: Tensor) -> bool:
-    """Whether the compiled products take this weight."""
+def can_pack(weight_OI: Tensor, programs: Programs | None) -> bool:
+    """Whether the compiled products, if there are any, take this weight."""
     num_out, num_in = weight_OI.shape
-    return weight_OI.is_contiguous() and _is_fit(num_out, num_in, weight_OI.dtype)
+    return weight_OI.is_contiguous() and _is_fit(num_out, num_in, weight_OI.dtype, programs)
 
 
-def can_pack_in_place(num_out: int, num_in: int, dtype: torch.dtype) -> bool:
+def can_pack_in_place(num_out: int, num_in: int, dtype: torch.dtype, programs: Programs | None) -> bool:
     """Whether they do so without a copy."""
-    return num_out % PANEL == 0 and _is_fit(num_out, num_in, dtype)
+    return num_out % PANEL == 0 and _is_fit(num_out, num_in, dtype, programs)
 
 
-def _is_fit(num_out: int, num_in: int, dtype: torch.dtype) -> bool:
-    is_whole = num_out % LANES == 0 and num_in % _STEP == 0
-    return dtype is torch.bfloat16 and is_whole and num_out * num_in >= _SMALL_WEIGHT
+def _is_fit(num_out: int, num_in: int, dtype: torch.dtype, programs: Programs | None) -> bool:
+    if programs is None or dtype is not programs.dtype:
+        return False
+    return num_out % LANES == 0 and num_in % _STEP == 0 and num_out * num_in >= _SMALL_WEIGHT
 
 
 class NativeLinear:

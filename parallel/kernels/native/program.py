@@ -62,7 +62,7 @@ class CompiledLayers:
         """See `RunLayers`."""
         if self._program is not None and self._program.is_fast(metas[0]):
             return self._program(x_TE, angles, caches, metas)
-        if self._is_tried or x_TE.dtype is not torch.bfloat16:
+        if self._is_tried or x_TE.dtype is not self._programs.dtype:
             return self._run(x_TE, angles, caches, metas)
         return self._record(x_TE, angles, caches, metas)
 
@@ -126,7 +126,7 @@ class Program:
         self._operations = (Operation * len(operations))(*operations)
         self._caches: Sequence[LayerCache] = ()
         self._slots, self._slot_of_buffer = _share_memory(operations, tape.widths, self._output)
-        self._arena = torch.empty(0, dtype=torch.bfloat16)
+        self._arena = torch.empty(0, dtype=programs.dtype)
         self._widths = (ctypes.c_int64 * len(tape.widths))(*tape.widths)
         self._buffers = (ctypes.c_void_p * len(tape.widths))()
         self._layers = (LayerStep * len(caches))()
@@ -143,7 +143,7 @@ class Program:
             searched=self._output,
             num_kept=_ALL,
         )
-        self._x_TE = torch.empty(0, tape.widths[0], dtype=torch.bfloat16)
+        self._x_TE = torch.empty(0, tape.widths[0], dtype=programs.dtype)
         self._values_T, self._found_T = torch.empty(0), torch.empty(0, dtype=torch.int64)
         self._table: Tensor | TableLinear | None = None
         self._searched: NativeTable | None = None

@@ -38,7 +38,7 @@ inline float largest_magnitude(const T* x, int64_t size) {
 
 #ifdef WEFT_HAS_AVX512
 // Twice as many at a time.
-inline float largest_magnitude(const BFloat16* x, int64_t size) {
+inline float largest_magnitude(const Half* x, int64_t size) {
     __m512i most = _mm512_setzero_si512();
     const __m512i mask = _mm512_set1_epi16(0x7fff);
     for (int64_t i = 0; i < size; i += 32) {
@@ -46,7 +46,7 @@ inline float largest_magnitude(const BFloat16* x, int64_t size) {
         most = _mm512_max_epu16(most, _mm512_and_si512(mask, _mm512_maskz_loadu_epi16(lanes, x + i)));
     }
     const Ints both = (Ints)most;
-    return bit_cast<float>(std::max(largest(larger(both << 16, both & int32_t(0xffff0000))), bit_cast<int32_t>(LEAST)));
+    return bit_cast<float>(std::max(largest(larger(bit_cast<Ints>(first_half(both)), bit_cast<Ints>(second_half(both)))), bit_cast<int32_t>(LEAST)));
 }
 #endif
 

@@ -1,4 +1,4 @@
-// Sixteen float32 lanes, the two element types of tensors, and the functions of softmax and SiLU.
+// Memory and what is stored there, and the functions of softmax and SiLU on sixteen float32 lanes.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "wide.h"
+#include "half.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -62,34 +62,7 @@ inline bool goes_past_caches(const void* out, int64_t num_rows, int64_t row_byte
     return is_on_lines && num_rows * row_bytes > LEAST;
 }
 
-// The upper half of a float32.
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
-
-inline void put(float* place, float x) { *place = x; }
-
-// To nearest, ties to even; a NaN stays one.
-inline void put(BFloat16* place, float x) {
-    const uint32_t bits = bit_cast<uint32_t>(x);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    place->bits = uint16_t(x == x ? rounded : 0x7fc0);
-}
-
-inline Floats load(const BFloat16* from) { return bit_cast<Floats>(load_half_words(&from->bits) << 16); }
 inline Floats load(const int8_t* from) { return to_floats(load_bytes(from)); }
-
-// The bf16 that each is stored as.
-inline Words to_bfloat16(const Floats& x) {
-    const Words bits = bit_cast<Words>(x), is_number = bit_cast<Words>(x == x);
-    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (rounded & is_number) | (0x7fc0u & ~is_number);
-}
-
-inline void store(BFloat16* to, const Floats& x) { store_half_words(&to->bits, to_bfloat16(x)); }
 
 // Two vectors, one after the other; streamed: past the caches.
 inline void store_two(float* to, Floats first, Floats second, bool is_streamed) {
@@ -104,14 +77,9 @@ inline void store_two(float* to, Floats first, Floats second, bool is_streamed) 
     store(to + LANES, second);
 }
 
-inline void store_two(BFloat16* to, Floats first, Floats second, [[maybe_unused]] bool is_streamed) {
-#if defined(__AVX512BF16__)
-    const Ints both = (Ints)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    if (is_streamed) return stream(to, both);
-    store_bits(to, both);
-#elif defined(WEFT_HAS_AVX2)
-    const __m256i halves[2] = {pack_half_words(to_bfloat16(first)), pack_half_words(to_bfloat16(second))};
-    const Ints both{{(Ints::Half)halves[0], (Ints::Half)halves[1]}};
+inline void store_two(Half* to, Floats first, Floats second, [[maybe_unused]] bool is_streamed) {
+#ifdef WEFT_HAS_PAIRS
+    const Ints both = pack_two(first, second);
     if (is_streamed) return stream(to, both);
     store_bits(to, both);
 #else
@@ -123,14 +91,7 @@ inline void store_two(BFloat16* to, Floats first, Floats second, [[maybe_unused]
 // As they are when they have been stored as T.
 template <class T>
 inline void round_two(Floats& first, Floats& second) {
-    if (sizeof(T) == sizeof(float)) return;
-#ifdef __AVX512BF16__
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    first = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
-    second = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
-#else
-    first = bit_cast<Floats>(to_bfloat16(first) << 16), second = bit_cast<Floats>(to_bfloat16(second) << 16);
-#endif
+    if (sizeof(T) == sizeof(Half)) round_both(first, second);
 }
 
 // e^x to 2 units in the last place; 0 below -87, and at most e^88. Split as 2^n e^r with |r| <= ln(2) / 2
@@ -160,7 +121,7 @@ inline Floats exponential(Floats x) {
 }
 
 #ifdef WEFT_HAS_PAIRS
-// 2^x to 3e-6 of it, much finer than bf16, where that is a normal number: 2^r for 0 <= r < 1 by a polynomial, times 2^floor(x).
+// 2^x to 3e-6 of it, much finer than 16 bits, where that is a normal number: 2^r for 0 <= r < 1 by a polynomial, times 2^floor(x).
 inline Floats power_of_two(Floats x) {
 #ifdef WEFT_HAS_AVX512
     const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -224,21 +185,5 @@ inline Floats exponential_from(Floats x, float scale, float most) {
 #endif
     return exponential(x * scale - most);
 }
-
-#ifdef WEFT_HAS_PAIRS
-// The first and the second bf16 of each lane, as float32.
-inline Floats first_half(const Ints& pairs) { return bit_cast<Floats>(pairs << 16); }
-inline Floats second_half(const Ints& pairs) { return bit_cast<Floats>(pairs & int32_t(0xffff0000)); }
-
-// Adds both products of each lane's pairs of bf16, which are exact, in float32. In the order of Intel's products of pairs, whose bits
-// these are but for what is too small for a normal number.
-inline Floats add_products(const Floats& sums, const Ints& a, const Ints& b) {
-#ifdef __AVX512BF16__
-    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
-#else
-    return multiply_add(first_half(a), first_half(b), multiply_add(second_half(a), second_half(b), sums));
-#endif
-}
-#endif
 
 }  // namespace weft

@@ -20,7 +20,7 @@ from parallel import checkpoint
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.description import DecoderDescription
-from parallel.dtypes import checkpoint_dtype, resolve_dtype
+from parallel.dtypes import DTYPES, checkpoint_dtype, resolve_dtype
 from parallel.errors import CheckpointError, ConfigError
 from parallel.families.registry import describe_model, family_of
 from parallel.kernels.base import ExpertWeights, PackedExperts, PackedLinear
@@ -554,7 +554,10 @@ class _FakeDevice:
     torch_device = torch.device("cpu")
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        return {torch.bfloat16: torch.float16}.get(checkpoint_dtype, checkpoint_dtype)
+        return {torch.bfloat16: torch.float16, torch.float16: torch.float32}.get(checkpoint_dtype, checkpoint_dtype)
+
+
+OWN = frozenset((torch.bfloat16, torch.float16))
 
 
 def _set_config(folder: Path, **values: str | None) -> None:
@@ -568,19 +571,17 @@ def _set_config(folder: Path, **values: str | None) -> None:
 def test_auto_dtype_is_what_the_device_makes_of_the_config(folder: Path, key: str) -> None:
     _set_config(folder, **{key: "bfloat16"})
     assert checkpoint_dtype(folder) == torch.bfloat16
-    assert resolve_dtype("auto", folder, _FakeDevice(), multiplies_bfloat16=False) == torch.float16  # type: ignore[arg-type]
+    assert resolve_dtype("auto", folder, _FakeDevice(), multiplied=()) == torch.float16  # type: ignore[arg-type]
 
 
-def test_auto_dtype_stays_bfloat16_where_the_kernels_multiply_it_themselves(folder: Path) -> None:
-    _set_config(folder, dtype="bfloat16")
-    device = _FakeDevice()
-    assert resolve_dtype("auto", folder, device, multiplies_bfloat16=True) == torch.bfloat16  # type: ignore[arg-type]
-    _set_config(folder, dtype="float32")
-    assert resolve_dtype("auto", folder, device, multiplies_bfloat16=True) == torch.float32  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_auto_dtype_stays_that_which_the_kernels_multiply_themselves(folder: Path, name: str) -> None:
+    _set_config(folder, dtype=name)
+    assert resolve_dtype("auto", folder, _FakeDevice(), multiplied=OWN) == DTYPES[name]  # type: ignore[arg-type]
 
 
 def test_dtype_is_chosen_by_what_the_kernels_multiply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.kernels.select.multiplies_bfloat16", lambda device, name: name == "cpu-native")
+    monkeypatch.setattr("parallel.kernels.select.own_products", lambda _, name: OWN if name == "cpu-native" else ())
     _set_config(folder, dtype="bfloat16")
     device = _FakeDevice()
     assert choose_dtype("auto", folder, device, "cpu-native") == torch.bfloat16  # type: ignore[arg-type]
@@ -591,7 +592,7 @@ def test_dtype_is_chosen_by_what_the_kernels_multiply(folder: Path, monkeypatch:
 def test_auto_dtype_of_latents_is_left_to_the_device(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
     _set_config(folder, dtype="bfloat16")
-    assert resolve_dtype("auto", folder, _FakeDevice(), multiplies_bfloat16=True) == dtype  # type: ignore[arg-type]
+    assert resolve_dtype("auto", folder, _FakeDevice(), multiplied=OWN) == dtype  # type: ignore[arg-type]
 
 
 def test_auto_dtype_without_config_is_that_of_the_weights(folder: Path) -> None:
@@ -600,12 +601,12 @@ def test_auto_dtype_without_config_is_that_of_the_weights(folder: Path) -> None:
 
 
 def test_named_dtype_wins(folder: Path) -> None:
-    assert resolve_dtype("bfloat16", folder, _FakeDevice(), multiplies_bfloat16=False) == torch.bfloat16  # type: ignore[arg-type]
+    assert resolve_dtype("bfloat16", folder, _FakeDevice(), multiplied=()) == torch.bfloat16  # type: ignore[arg-type]
 
 
 def test_unknown_dtypes_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype is 'int8'; allowed: auto, float32, float16, bfloat16"):
-        resolve_dtype("int8", folder, _FakeDevice(), multiplies_bfloat16=False)  # type: ignore[arg-type]
+        resolve_dtype("int8", folder, _FakeDevice(), multiplied=())  # type: ignore[arg-type]
     _set_config(folder, torch_dtype="float8")
     with pytest.raises(ConfigError, match=r"config\.json: torch_dtype is 'float8'; allowed: float32"):
         checkpoint_dtype(folder)

@@ -103,14 +103,15 @@ def load(
     int8_linears: bool = False,
     int8_cache: bool = False,
 ) -> Decoder:
+    assert kernels._programs is not None, "build"
     if not folder.exists():
-        write_random_model(folder, config, 0, torch.bfloat16)
+        write_random_model(folder, config, 0, kernels._programs.dtype)
     mesh = Mesh(tp=Axis(size=1, rank=0), pp=Axis(size=1, rank=0))
     return load_decoder(
         folder,
         mesh=mesh,
         device=CPU,
-        dtype=torch.bfloat16,
+        dtype=kernels._programs.dtype,
         kernels=kernels,
         int8_linears=int8_linears,
         int8_cache=int8_cache,
@@ -124,14 +125,14 @@ def _same_threads_after() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def build(kind: type[NativeCpuKernels] = NativeCpuKernels) -> NativeCpuKernels:
+def build(kind: type[NativeCpuKernels] = NativeCpuKernels, dtype: torch.dtype = torch.bfloat16) -> NativeCpuKernels:
     try:
         find_compiler()
     except DeviceError as error:
         pytest.skip(str(error))
-    kernels = kind.build()
+    kernels = kind.build(dtype)
     if kernels._programs is None:
-        pytest.skip("this CPU has no products of bfloat16 pairs")
+        pytest.skip("this CPU has no products of pairs")
     return kernels
 
 
@@ -141,7 +142,7 @@ def filled_caches(decoder: Decoder, num_blocks: int) -> list[LayerCache]:
     if decoder.cache_entry.dtype is torch.int8:
         memories = [torch.zeros(size, dtype=torch.int8) for _ in range(decoder.num_local_layers)]
     else:
-        memories = [torch.randn(size, generator=generator).bfloat16() for _ in range(decoder.num_local_layers)]
+        memories = [torch.randn(size, generator=generator).to(decoder.dtype) for _ in range(decoder.num_local_layers)]
     return [decoder.cache_entry.lay_out(memory, BLOCK_SIZE) for memory in memories]
 
 
@@ -167,18 +168,24 @@ def compiled(decoder: Decoder) -> CompiledLayers:
 @pytest.mark.parametrize("recorded", [0, 3], ids=["chunks", "one-token"])
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize(
-    ("int8_linears", "int8_cache"),
-    [(False, False), (True, False), (False, True)],
-    ids=["bfloat16", "int8", "int8-cache"],
+    ("int8_linears", "int8_cache", "dtype"),
+    [
+        (False, False, torch.bfloat16),
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+        (False, False, torch.float16),
+        (True, True, torch.float16),
+    ],
+    ids=["bfloat16", "int8", "int8-cache", "float16", "float16-int8"],
 )
 def test_compiled_layers_give_the_same_bits(
-    name: str, recorded: int, int8_linears: bool, int8_cache: bool, tmp_path: Path
+    name: str, recorded: int, int8_linears: bool, int8_cache: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     if int8_cache and not has_dot_products(NativeCpuKernels.build(), is_int8=True):
         pytest.skip("this CPU has no dot products of 8 bits: single operations leave chunks to torch")
     config = CONFIG | COMPILED[name] | ({"head_dim": 64} if int8_cache else {})
     decoders = [
-        load(tmp_path / "model", config, build(kind), int8_linears=int8_linears, int8_cache=int8_cache)
+        load(tmp_path / "model", config, build(kind, dtype), int8_linears=int8_linears, int8_cache=int8_cache)
         for kind in (NativeCpuKernels, EagerKernels)
     ]
     caches = [filled_caches(decoder, 120) for decoder in decoders]
@@ -381,7 +388,8 @@ def test_float32_is_left_alone(tmp_path: Path) -> None:
 
 
 def has_dot_products(kernels: NativeCpuKernels, *, is_int8: bool = False) -> bool:
-    return bool(kernels._operations[torch.bfloat16].has_dot_products(64, is_int8))
+    assert kernels._programs is not None, "build"
+    return kernels._programs.has_dot_products(64, is_int8)
 
 
 @pytest.mark.parametrize(
@@ -406,12 +414,18 @@ def has_dot_products(kernels: NativeCpuKernels, *, is_int8: bool = False) -> boo
     ],
 )
 @pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265], [560, *[1] * 40]], ids=len)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_no_bit_depends_on_how_a_prompt_is_cut(
-    chunks: list[int], changes: dict[str, Any], int8_linears: bool, int8_cache: bool, tmp_path: Path
+    chunks: list[int],
+    changes: dict[str, Any],
+    int8_linears: bool,
+    int8_cache: bool,
+    dtype: torch.dtype,
+    tmp_path: Path,
 ) -> None:
-    kernels = build()
+    kernels = build(dtype=dtype)
     if not has_dot_products(kernels):
-        pytest.skip("this CPU has no dot products of bfloat16")
+        pytest.skip("this CPU has no dot products of pairs")
     if int8_cache and not has_dot_products(kernels, is_int8=True):
         pytest.skip("this CPU has no dot products of 8 bits; chunks are torch's")
     decoder = load(tmp_path / "model", CONFIG | changes, kernels, int8_linears=int8_linears, int8_cache=int8_cache)
@@ -427,10 +441,11 @@ def _prefill(decoder: Decoder, chunks: Sequence[int]) -> Tensor:
     return hidden
 
 
-def test_no_bit_depends_on_other_sequences(tmp_path: Path) -> None:
-    kernels = build()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_bit_depends_on_other_sequences(dtype: torch.dtype, tmp_path: Path) -> None:
+    kernels = build(dtype=dtype)
     if not has_dot_products(kernels):
-        pytest.skip("this CPU has no dot products of bfloat16")
+        pytest.skip("this CPU has no dot products of pairs")
     decoder = load(tmp_path / "model", CONFIG, kernels)
     meta = make_meta([(1, 40 + 9 * row) for row in range(70)], block_size=BLOCK_SIZE, num_blocks=2000)
     together = run(decoder, filled_caches(decoder, 2000), meta)

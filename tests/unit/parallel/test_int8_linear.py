@@ -48,6 +48,8 @@ def make_rows(num_rows: int, num_in: int, dtype: torch.dtype) -> Tensor:
     x *= random(num_rows, 1, dtype=torch.float32, seed=3).mul_(4).exp_()
     x[1:2] = 0
     x[2:3] = 1e-38
+    if dtype is torch.float16:
+        x.clamp_(-100, 100)  # so that products are numbers
     return x.to(dtype)[:, :num_in]
 
 
@@ -115,7 +117,6 @@ def natives(library: Path) -> Natives:
     return load_int8(library) or pytest.skip("this CPU multiplies no vectors of 8 bits")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_out", "num_in", "has_bias"), SHAPES)
 def test_compiled_products_have_the_same_bits(
     natives: Natives, library: Path, dtype: torch.dtype, num_out: int, num_in: int, has_bias: bool
@@ -138,7 +139,6 @@ def test_compiled_products_have_the_same_bits(
             check_drawn(linear, x, Search(make_draws(num_rows, [*range(0, num_rows, 2)]).noise), choice)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_out", "num_in"),
     [(2560, 64), (2570, 64), (600, 5248)],
@@ -155,13 +155,13 @@ def test_a_large_product_has_the_bits_of_its_rows(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(natives: Natives, bad: float) -> None:
-    weight, bias = make_case(96, 128, True, torch.bfloat16)
-    x = random(20, 128, dtype=torch.bfloat16)
+def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(natives: Natives, half: torch.dtype, bad: float) -> None:
+    weight, bias = make_case(96, 128, True, half)
+    x = random(20, 128, dtype=half)
     expected = Int8Linear(weight, bias)(x)
     x[7, 100] = bad
     native = NativeInt8Linear(
-        weight.clone(), bias, natives[torch.bfloat16], Recorder(), 2, memory=HugePages(), keeps_weight=False
+        weight.clone(), bias, natives[half], Recorder(), 2, memory=HugePages(), keeps_weight=False
     )
     for linear in (Int8Linear(weight, bias), native):
         y = linear(x)
@@ -180,7 +180,6 @@ def test_a_weight_is_given_up_unless_it_is_kept(natives: Natives) -> None:
     assert not torch.equal(given_up, weight)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_that_is_given_up_in_pieces_is_packed_whole(natives: Natives, dtype: torch.dtype) -> None:
     weight, x = random(2080, 1024, dtype=dtype, seed=1), random(3, 1024, dtype=dtype)  # 4 pieces and a rest
     kept, given_up = (

@@ -24,7 +24,7 @@ from parallel.kernels.native.tape import Recorder
 from parallel.kernels.reference import ReferenceExperts, ReferenceKernels, ReferenceLinear
 
 TOLERANCE = 2e-2
-"""Of bfloat16, as in test_kernels_cpu.py."""
+"""Of bfloat16, as in test_kernels_cpu.py; float16 is finer."""
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def programs(library: Path) -> Programs:
 
 
 @pytest.fixture(scope="module")
-def int8(library: Path) -> Int8Operations | None:
-    return load_int8(library).get(torch.bfloat16)
+def int8(library: Path, half: torch.dtype) -> Int8Operations | None:
+    return load_int8(library).get(half)
 
 
 def _weights(
@@ -43,7 +43,7 @@ def _weights(
     inner: int = 96,
     *,
     has_bias: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype,
     activation: Activation = Activation.SILU,
     gate: ClampedGate | None = None,
 ) -> ExpertWeights:
@@ -100,8 +100,9 @@ def test_they_equal_the_reference(
 ) -> None:
     """Ids from `first` on: as on a rank with some of the experts, those of other ranks are below and above."""
     sizes = {"num_experts": num_experts, "hidden": hidden, "inner": inner, "has_bias": has_bias, "gate": gate}
+    sizes["dtype"] = programs.dtype
     ids, scale = _choose(num_tokens, num_experts + num_others, min(num_chosen, num_experts + num_others))
-    x = torch.randn(num_tokens, 2 * hidden, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :hidden]
+    x = torch.randn(num_tokens, 2 * hidden, generator=torch.Generator().manual_seed(2)).to(programs.dtype)[:, :hidden]
     is_int8 = is_int8 and int8 is not None
     expected = ReferenceExperts(_weights(**sizes), Int8Linear if is_int8 else ReferenceLinear)(x, ids + first, scale)
     experts = NativeExperts(_weights(**sizes), programs, Recorder(), num_threads, int8=int8 if is_int8 else None)
@@ -118,9 +119,9 @@ def test_a_token_has_the_bits_that_it_has_alone_on_any_number_of_threads(
     if is_int8 and int8 is None:
         pytest.skip("this CPU multiplies no vectors of 8 bits")
     ids, scale = _choose(num_tokens, 5, 2)
-    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(2)).to(programs.dtype)
     experts_by_threads = [
-        NativeExperts(_weights(), programs, Recorder(), num_threads, int8=int8 if is_int8 else None)
+        NativeExperts(_weights(dtype=programs.dtype), programs, Recorder(), num_threads, int8=int8 if is_int8 else None)
         for num_threads in (1, 2, 5)
     ]
     results = [experts(x, ids, scale) for experts in experts_by_threads]
@@ -134,10 +135,10 @@ def test_a_token_has_the_bits_that_it_has_alone_on_any_number_of_threads(
 
 
 def test_experts_of_other_ranks_add_nothing(programs: Programs) -> None:
-    experts = NativeExperts(_weights(has_bias=True), programs, Recorder(), 2)
+    experts = NativeExperts(_weights(has_bias=True, dtype=programs.dtype), programs, Recorder(), 2)
     for num_tokens in (1, 4):
         ids = torch.tensor([[-1, 5, -7]]).expand(num_tokens, 3)
-        result = experts(torch.randn(num_tokens, 64).bfloat16(), ids, torch.ones(num_tokens, 3))
+        result = experts(torch.randn(num_tokens, 64).to(programs.dtype), ids, torch.ones(num_tokens, 3))
         assert torch.equal(result, torch.zeros(num_tokens, 64))
 
 
@@ -161,20 +162,22 @@ def test_they_choose_as_the_router_does(
     moe: MoeDescription, has_bias: bool, num_tokens: int, programs: Programs
 ) -> None:
     generator = torch.Generator().manual_seed(3)
-    router_XE = torch.randn(40, 64, generator=generator).mul_(0.2).bfloat16()
-    bias_X = torch.randn(40, generator=generator).bfloat16() if has_bias else None
-    x = torch.randn(num_tokens, 64, generator=generator).bfloat16()
-    experts = NativeExperts(_weights(40), programs, Recorder(), 2)
+    router_XE = torch.randn(40, 64, generator=generator).mul_(0.2).to(programs.dtype)
+    bias_X = torch.randn(40, generator=generator).to(programs.dtype) if has_bias else None
+    x = torch.randn(num_tokens, 64, generator=generator).to(programs.dtype)
+    experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
     route = experts.routed_by(moe, router_XE, bias_X)
     assert route is not None
-    logits = F.linear(x.float(), router_XE.float(), None if bias_X is None else bias_X.float()).bfloat16()
+    logits = F.linear(x.float(), router_XE.float(), None if bias_X is None else bias_X.float()).to(programs.dtype)
     torch.testing.assert_close(route(x), experts(x, *choose_experts(moe, logits)), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_a_token_whose_logits_are_no_numbers_has_none_and_others_have(programs: Programs) -> None:
-    route = NativeExperts(_weights(40), programs, Recorder(), 2).routed_by(_moe(), torch.ones(40, 64).bfloat16(), None)
+    route = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2).routed_by(
+        _moe(), torch.ones(40, 64).to(programs.dtype), None
+    )
     assert route is not None
-    x = torch.ones(3, 64).bfloat16()
+    x = torch.ones(3, 64).to(programs.dtype)
     x[1, 5] = torch.nan
     result = route(x)
     assert result[1].isnan().all()
@@ -192,22 +195,23 @@ def test_a_token_whose_logits_are_no_numbers_has_none_and_others_have(programs: 
     ids=["sigmoid", "choice-bias", "groups", "some-of-them"],
 )
 def test_what_they_do_not_choose_is_chosen_before(moe: MoeDescription, programs: Programs) -> None:
-    experts = NativeExperts(_weights(40), programs, Recorder(), 2)
-    assert experts.routed_by(moe, torch.zeros(moe.num_experts, 64).bfloat16(), None) is None
+    experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
+    assert experts.routed_by(moe, torch.zeros(moe.num_experts, 64).to(programs.dtype), None) is None
 
 
 @pytest.mark.parametrize(
-    ("weights", "is_native"),
+    ("fields", "is_native"),
     [
-        (_weights(), True),
-        (_weights(gate=ClampedGate(alpha=1.7, limit=0.6)), True),
-        (_weights(inner=48), False),
-        (_weights(hidden=48), False),
-        (_weights(dtype=torch.float32), False),
-        (_weights(activation=Activation.GELU), False),
+        ({}, True),
+        ({"gate": ClampedGate(alpha=1.7, limit=0.6)}, True),
+        ({"inner": 48}, False),
+        ({"hidden": 48}, False),
+        ({"dtype": torch.float32}, False),
+        ({"activation": Activation.GELU}, False),
     ],
     ids=["whole", "clamped", "inner-48", "hidden-48", "float32", "gelu"],
 )
-def test_what_they_do_not_take_is_torchs(weights: ExpertWeights, is_native: bool, programs: Programs) -> None:
+def test_what_they_do_not_take_is_torchs(fields: dict[str, Any], is_native: bool, programs: Programs) -> None:
+    weights = _weights(**{"dtype": programs.dtype} | fields)
     kernels = NativeCpuKernels({}, programs, 2)
     assert isinstance(kernels.pack_experts(weights), NativeExperts if is_native else CpuExperts)
