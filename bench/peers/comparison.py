@@ -7,7 +7,7 @@ from dataclasses import dataclass
 BUSY_OTHERS = 0.1
 """Cores: a section during which other processes used more does not count."""
 
-SMALL_GAP = {"float32": 1e-3, "bfloat16": 0.25, "int8": 0.5}
+SMALL_GAP = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25, "int8": 0.5}
 """Log-probability, by dtype: where Weft's best two tokens are closer, another kernel may rightly choose the other."""
 
 

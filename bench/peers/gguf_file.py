@@ -6,17 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
+_FILE_TYPES = {
+    "float32": gguf.LlamaFileType.ALL_F32,
+    "float16": gguf.LlamaFileType.MOSTLY_F16,
+    "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
+}
 _ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 
 
 def write_gguf(model: Path, path: Path, *, dtype: str) -> None:
-    """Write matrices in `dtype` ("bfloat16" or "float32") and vectors in float32.
+    """Write matrices in `dtype` ("float32", "float16" or "bfloat16") and vectors in float32.
 
     Raises ValueError for another model type or dtype.
     """
@@ -24,23 +28,23 @@ def write_gguf(model: Path, path: Path, *, dtype: str) -> None:
     kind = config["model_type"]
     if kind not in _ARCHITECTURES:
         raise ValueError(f"model_type is {kind!r}; allowed: {', '.join(_ARCHITECTURES)}")
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype is {dtype!r}; allowed: 'bfloat16', 'float32', 'int8'")
+    if dtype not in _FILE_TYPES:
+        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(_FILE_TYPES)}, int8")
     architecture = _ARCHITECTURES[kind]
     writer: Any = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    _add_config(writer, config, is_bfloat16=dtype == "bfloat16")
+    _add_config(writer, config, dtype)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for name, tensor in _tensors(model, config):
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, f"{name} has a place in {kind}"
-        _add_tensor(writer, gguf_name, tensor, as_bfloat16=dtype == "bfloat16" and tensor.dim() > 1)
+        _add_tensor(writer, gguf_name, tensor, dtype if tensor.dim() > 1 else "float32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _add_config(writer: Any, config: dict[str, Any], *, is_bfloat16: bool) -> None:
+def _add_config(writer: Any, config: dict[str, Any], dtype: str) -> None:
     num_heads = config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -54,7 +58,7 @@ def _add_config(writer: Any, config: dict[str, Any], *, is_bfloat16: bool) -> No
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if is_bfloat16 else gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(_FILE_TYPES[dtype])
     writer.add_tokenizer_model("none")
 
 
@@ -76,12 +80,12 @@ def _pair_rotary_rows(name: str, tensor: Tensor, config: dict[str, Any]) -> Tens
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
-def _add_tensor(writer: Any, name: str, tensor: Tensor, *, as_bfloat16: bool) -> None:
-    if as_bfloat16:
+def _add_tensor(writer: Any, name: str, tensor: Tensor, dtype: str) -> None:
+    if dtype == "bfloat16":
         data: NDArray[Any] = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
     else:
-        data = tensor.to(torch.float32).numpy().astype(np.float32)
+        data = tensor.to(torch.float32).numpy().astype(dtype)
         writer.add_tensor(name, data)
 
 

@@ -13,8 +13,15 @@ import openvino_genai
 from bench.peers.worker import Answer, Job, Loaded, Sampling, Setup, cached, packages, serve_worker
 
 _API: Any = openvino_genai
-_PRECISIONS = {"bfloat16": ("fp32", "bf16"), "float32": ("fp32", "f32"), "int8": ("int8", "bf16")}
-"""For each dtype: weights as exported, and what the CPU computes in (fp32 weights become bf16 when compiled for it)."""
+_PRECISIONS = {
+    "bfloat16": ("fp32", "bf16"),
+    "float16": ("fp16", "f16"),
+    "float32": ("fp32", "f32"),
+    "int8": ("int8", "bf16"),
+}
+"""For each dtype: weights as exported, and what the CPU is asked to compute in (fp32 weights become bf16 when compiled
+for it). One without the instructions computes in float32.
+"""
 
 
 class OpenVino:

@@ -43,8 +43,8 @@ class Generate:
 
 def load_model(setup: Setup, *, attention: str) -> Any:
     """Return the model in the dtype asked for. Raises ValueError for one that is 8 bits."""
-    if setup.dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype is {setup.dtype!r}; allowed: 'bfloat16', 'float32'")
+    if setup.dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype is {setup.dtype!r}; allowed: 'bfloat16', 'float16', 'float32'")
     torch.set_num_threads(setup.num_threads)
     dtype = getattr(torch, setup.dtype)
     auto: Any = transformers.AutoModelForCausalLM

@@ -260,7 +260,7 @@ def _vocab_size(model: Path) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("bench.peers.served", __doc__)
     parser.add_argument("model", help="as `weft serve` takes it")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(%(default)s)")
     parser.add_argument("--rate", help="arrivals a second, at random times, with commas between")
     parser.add_argument("--concurrency", help="requests that run at any time, with commas between")
     parser.add_argument("--input-tokens", default="32-256", help="a number or a range (%(default)s)")

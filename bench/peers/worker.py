@@ -29,7 +29,7 @@ class Setup:
     model: str
     """A folder in Hugging Face layout."""
     dtype: str
-    """"bfloat16", "float32" or "int8" (weights, and activations where the engine does that)."""
+    """"bfloat16", "float16", "float32" or "int8" (weights, and activations where the engine does that)."""
     cache: str
     """A folder for the converted checkpoint; it exists."""
     num_threads: int
