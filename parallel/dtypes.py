@@ -8,7 +8,6 @@ import torch
 from parallel.device.base import Device
 from parallel.errors import CheckpointError, ConfigError
 from parallel.families.fields import Fields, read_json_object
-from parallel.families.registry import describe_model
 from parallel.weight_files import STORED_DTYPES, locate_tensors, open_tensors
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -24,19 +23,16 @@ def resolve_dtype(name: str, folder: Path, device: Device, *, multiplied: Contai
 
     Args:
         multiplied: dtypes of which the kernels have products of their own (`select.own_products`), however slow torch
-            is in them on this device. Attention over latents is left to torch.
+            is in them on this device.
 
     Raises:
         ConfigError: the name, or what config.json says, is not known.
         CheckpointError: "auto", config.json says nothing, and the weights cannot be read.
-        UnsupportedModelError: "auto", and the model's family is not known.
     """
     if name != "auto":
         return _find(name, "dtype", ("auto", *DTYPES))
     stored = checkpoint_dtype(folder)
-    if stored in multiplied and describe_model(folder).latent_kv is None:
-        return stored
-    return device.default_dtype(stored)
+    return stored if stored in multiplied else device.default_dtype(stored)
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:

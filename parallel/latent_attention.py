@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel.attention import Angles, choose_rotation
 from parallel.description import DecoderDescription, NormKind
-from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
+from parallel.kernels.base import AttentionMeta, AttentionParams, HeadsLinear, LayerCache
 from parallel.layer import LayerContext
 from parallel.layer_groups import effective_window
 from parallel.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
@@ -66,6 +66,8 @@ class LatentAttention:
             soft_cap=description.attention_soft_cap,
         )
         self._kernels = context.kernels
+        self._to_latents: HeadsLinear
+        self._to_values: HeadsLinear
 
     def __call__(self, x_TE: Tensor, angles: Angles, cache: LayerCache, meta: AttentionMeta) -> Tensor:
         """Write this step's latents to the cache, attend, and project: [T, E], complete on every rank."""
@@ -80,10 +82,9 @@ class LatentAttention:
         q_TNA, k_T1A = self._rotate(q_TNA, k_TA.unsqueeze(1), *angles)
         key_T1C = torch.cat((self._latent_norm(latent_TL).unsqueeze(1), k_T1A), -1)
         self._kernels.write_cache(key_T1C, key_T1C, cache, meta.slot_mapping)
-        q_TNL = torch.bmm(q_TND.transpose(0, 1), self._key_up.weight).transpose(0, 1)
-        attended_TNC = self._kernels.attention(torch.cat((q_TNL, q_TNA), -1), cache, meta, self._params)
-        values_NTV = torch.bmm(attended_TNC[..., : latent.rank].transpose(0, 1), self._value_up.weight.transpose(1, 2))
-        return self._output(values_NTV.transpose(0, 1).flatten(1))
+        q_TNC = torch.cat((self._to_latents(q_TND), q_TNA), -1)
+        attended_TNC = self._kernels.attention(q_TNC, cache, meta, self._params)
+        return self._output(self._to_values(attended_TNC[..., : latent.rank]).flatten(1))
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """What leads to the latents, whole on every rank; the norms; this rank's heads of the rest."""
@@ -100,20 +101,23 @@ class LatentAttention:
         """Lay out the matrices."""
         for linear in (self._down, self._query, self._output):
             linear.finish_loading()
+        self._to_latents = self._kernels.pack_heads(self._key_up.take())
+        self._to_values = self._kernels.pack_heads(self._value_up.take().transpose(1, 2))
 
 
 class _HeadMatrices:
     """A matrix [outputs, inputs] for each head of this rank; the source has them one under the other."""
 
     def __init__(self, name: str, num_heads: int, heads: range, shape: tuple[int, int], context: LayerContext) -> None:
-        self.weight = context.empty(len(heads), *shape)
+        self._weight: Tensor | None = context.empty(len(heads), *shape, stays=True)
         self._name = name
         self._num_heads = num_heads
         self._heads = heads
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """Yield those of this rank's heads."""
-        _, num_outputs, num_inputs = self.weight.shape
+        assert self._weight is not None, "weights are gone after finish_loading"
+        _, num_outputs, num_inputs = self._weight.shape
         piece = Piece(
             source=f"{prefix}.{self._name}.weight",
             full_shape=(self._num_heads * num_outputs, num_inputs),
@@ -121,7 +125,13 @@ class _HeadMatrices:
             start=self._heads.start * num_outputs,
             stop=self._heads.stop * num_outputs,
         )
-        yield ShardedParameter(tensor=self.weight.flatten(0, 1), pieces=(piece,))
+        yield ShardedParameter(tensor=self._weight.flatten(0, 1), pieces=(piece,))
+
+    def take(self) -> Tensor:
+        """[heads, outputs, inputs], for whoever lays them out."""
+        assert self._weight is not None, "taken once"
+        weight, self._weight = self._weight, None
+        return weight
 
 
 def _whole(name: str, num_rows: int) -> ColumnPart:

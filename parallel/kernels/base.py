@@ -146,6 +146,9 @@ class ExpertWeights:
 RowGate: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(y [T, E], x [T, E]) -> y times the sigmoid of each token's logit, which is x times a weight; in place of y."""
 
+HeadsLinear: TypeAlias = Callable[[Tensor], Tensor]
+"""A matrix of its own for each head: [T, N, in] -> [T, N, out], of which either may be a view."""
+
 
 class Kernels(Protocol):
     """The operations that the decoder calls; `kernels/select.py` chooses one implementation per process."""
@@ -200,6 +203,9 @@ class Kernels(Protocol):
 
     def pack_gate(self, weight_1E: Tensor) -> RowGate:
         """Lay out the weight of one logit per token, once, after loading, as `pack_linear` does others."""
+
+    def pack_heads(self, weight_NIO: Tensor) -> HeadsLinear:
+        """Lay out a matrix for each head, once, after loading; its memory may be taken. The weight may be a view."""
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dim in float32, result in the dtype of x. arXiv:1910.07467.

@@ -16,6 +16,7 @@ from parallel.kernels.base import (
     AttentionMeta,
     AttentionParams,
     ExpertWeights,
+    HeadsLinear,
     LayerCache,
     PackedExperts,
     PackedLinear,
@@ -72,6 +73,10 @@ class CpuKernels:
         """See `Kernels.pack_gate`."""
         linear = self.pack_linear(weight_1E, None)
         return lambda y_TE, x_TE: y_TE.mul_(linear(x_TE).sigmoid_())
+
+    def pack_heads(self, weight_NIO: Tensor) -> HeadsLinear:
+        """See `Kernels.pack_heads`."""
+        return self._reference.pack_heads(weight_NIO)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""

@@ -17,6 +17,7 @@ from parallel.kernels.base import (
     AttentionMeta,
     AttentionParams,
     ExpertWeights,
+    HeadsLinear,
     LayerCache,
     PackedExperts,
     PackedLinear,
@@ -27,6 +28,7 @@ from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.experts import NativeExperts, can_pack_experts
+from parallel.kernels.native.heads_linear import NativeHeadsLinear, can_pack_heads
 from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import (
     ACTIVATIONS,
@@ -160,6 +162,12 @@ class NativeCpuKernels:
             return y_TE
 
         return gate
+
+    def pack_heads(self, weight_NIO: Tensor) -> HeadsLinear:
+        """See `Kernels.pack_heads`."""
+        if self._programs is not None and can_pack_heads(weight_NIO, self._programs):
+            return NativeHeadsLinear(weight_NIO, self._programs, self._num_threads, memory=self._memory)
+        return self._torch.pack_heads(weight_NIO)
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""

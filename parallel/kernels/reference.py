@@ -17,6 +17,7 @@ from parallel.kernels.base import (
     AttentionMeta,
     AttentionParams,
     ExpertWeights,
+    HeadsLinear,
     Kernels,
     LayerCache,
     PackedExperts,
@@ -131,6 +132,10 @@ class ReferenceKernels:
         """See `Kernels.pack_gate`."""
         linear = self.pack_linear(weight_1E, None)
         return lambda y_TE, x_TE: y_TE.mul_(linear(x_TE).sigmoid_())
+
+    def pack_heads(self, weight_NIO: Tensor) -> HeadsLinear:
+        """See `Kernels.pack_heads`."""
+        return lambda x_TNI: torch.bmm(x_TNI.transpose(0, 1), weight_NIO).transpose(0, 1)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, in float32."""

@@ -11,11 +11,10 @@
 #include <algorithm>
 #include <memory>
 #include <numeric>
-#include <optional>
 #include <vector>
 
-#include "matrix.h"
 #include "matrix_int8.h"
+#include "products.h"
 
 #ifdef WEFT_HAS_PACKED_MATRIX
 
@@ -189,82 +188,6 @@ class ExpertProducts {
     std::vector<int64_t> num_summands_;  // so many
     std::vector<Run> runs_;
     std::vector<Pair> pairs_;  // sorted by expert
-};
-
-// One product for each run. Numbers: InHalf, In8Bits.
-template <class Numbers>
-class ProductsOfRuns {
-    using Left = typename Numbers::Left;
-    using Matrix = typename Numbers::Matrix;
-
-  public:
-    void add(const Target<Half>& out, const Left& left, const Matrix& matrix, int num_threads) {
-        const Shares shares(Numbers::num_rows(left), Numbers::parts_of(left, matrix), out.num_out, num_threads);
-        products_.push_back({out, left, matrix, shares, num_shares_});
-        num_shares_ += shares.count;
-    }
-
-    template <bool IS_GATED>
-    void run(Team& team) const {
-        Numbers::template choose_shares<IS_GATED>([&](auto shares) { run_by<typename decltype(shares)::Type>(team); });
-    }
-
-  private:
-    struct Product {
-        Target<Half> out;
-        Left left;
-        Matrix matrix;
-        Shares shares;
-        int64_t first_share;
-    };
-
-    template <class MultiplyShare>
-    void run_by(Team& team) const {
-        std::optional<MultiplyShare> multiply;  // of the product that this thread is at
-        const Product* at = nullptr;
-        team.for_each(num_shares_, [&](int64_t item) {
-            const Product& product = product_of(item);
-            if (&product != at) multiply.emplace(product.out, product.left, product.matrix);
-            at = &product;
-            (*multiply)(product.shares.share(item - product.first_share), panel_after(product, item + team.size()));
-        });
-    }
-
-    const Product& product_of(int64_t item) const {
-        const auto is_before = [](int64_t item, const Product& product) { return item < product.first_share; };
-        return *(std::upper_bound(products_.begin(), products_.end(), item, is_before) - 1);
-    }
-
-    // Where a share begins, as a panel of this product's matrix; the others' lie in one row with it.
-    int64_t panel_after(const Product& product, int64_t item) const {
-        const Product& next = product_of(std::min(item, num_shares_ - 1));
-        return (next.matrix.values - product.matrix.values) / Numbers::panel_size(product.matrix) + next.shares.begin(item - next.first_share);
-    }
-
-    std::vector<Product> products_;
-    int64_t num_shares_ = 0;
-};
-
-template <class T>
-struct TypeOf {
-    using Type = T;
-};
-
-struct InHalf {
-    using Left = LeftRows;
-    using Matrix = PackedMatrix;
-
-    static int num_rows(const Left& left) { return left.count; }
-    static Parts parts_of(const Left& left, const Matrix& matrix) { return weft::parts_of(left.is_packed, matrix.num_in); }
-    static int64_t panel_size(const Matrix& matrix) { return int64_t(PANEL) * matrix.num_in; }
-
-    template <bool IS_GATED, class Work>
-    static void choose_shares(const Work& work) {
-#ifdef WEFT_HAS_AMX
-        if (may_use_tiles()) return work(TypeOf<SharesByTiles<IS_GATED, Target<Half>>>{});
-#endif
-        work(TypeOf<SharesByVectors<IS_GATED, Target<Half>>>{});
-    }
 };
 
 class ExpertsInHalf final : public ExpertProducts {

@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "matrix.h"
 #include "matrix_int8.h"
+#include "products.h"
 #include "program.h"
 #include "ranking.h"
 #include "sampling.h"
@@ -181,6 +182,16 @@ EXPORT void weft_largest_half(float* values, int64_t* indices, const void* x, in
     const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_rows};
     find_largest<Half>(values, indices, num_rows, num_out,
                            [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });
+}
+
+EXPORT void weft_multiply_heads(void* out, int64_t out_token_stride, int64_t out_head_stride, const void* x, int64_t x_token_stride,
+                                int64_t x_head_stride, int num_tokens, int num_heads, const void* packed, int64_t num_out, int num_in,
+                                int num_threads) {
+    const Heads<Half> to{static_cast<Half*>(out), out_token_stride, out_head_stride};
+    const Heads<const Half> from{static_cast<const Half*>(x), x_token_stride, x_head_stride};
+    const PackedMatrix first{static_cast<const Half*>(packed), nullptr, num_out, num_in};
+    const ProductsOfHeads products(to, from, num_tokens, num_heads, first, num_threads);
+    on_team(num_threads, ProductsOfHeads::SECTIONS, [&](Team& team) { products.run(team); });
 }
 
 EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_stride, int num_rows, int num_threads) {

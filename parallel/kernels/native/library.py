@@ -285,6 +285,8 @@ class Programs:
     """The largest outputs of the same product; see targets.h."""
     multiply_float32: Callable[..., None]
     """The product with its result in float32, as it was summed."""
+    multiply_heads: Callable[..., None]
+    """A product for each head of tokens; see products.h."""
     search_table: Callable[..., None]
     """Tells where a matrix's outputs are largest; see table_search.h."""
     most_screened_rows: int
@@ -341,6 +343,11 @@ def load_programs(library: Path) -> Programs | None:
         multiply=_function(loaded, "weft_multiply_half", _PRODUCT),
         largest=_function(loaded, "weft_largest_half", (c_void_p, *_PRODUCT)),
         multiply_float32=_function(loaded, "weft_multiply_float32", _PRODUCT),
+        multiply_heads=_function(
+            loaded,
+            "weft_multiply_heads",
+            (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int, c_int, c_void_p, c_int64, c_int, c_int),
+        ),
         search_table=_function(loaded, "weft_search_table", (c_void_p, c_void_p, c_int64, c_int, c_int)),
         most_screened_rows=most_screened_rows,
         make_screen=(

@@ -96,14 +96,18 @@ inline void add_bias(const PackedMatrix& matrix, int64_t output, Floats& first, 
 // What is read by more than a few panels is worth being copied into steps of rows that each lie in one piece.
 inline bool needs_packing(int64_t num_rows) { return num_rows > (may_use_tiles() ? 2 * ROWS : 4); }
 
-// [blocks of 32 rows][steps][2 tiles][16 rows][32 inputs]; rows past the last are not written.
+// [blocks of 32 rows][steps][2 tiles][16 rows][32 inputs]; rows past the last are not written. Rows of one tile.
+inline void pack_tile(Half* packed, const LeftRows& left, int num_in, int64_t tile) {
+    Half* to = packed + (tile / 2 * num_in * 2 + tile % 2 * STEP) * TILE;
+    for (int row = int(tile) * TILE; row < std::min<int>(left.count, int(tile + 1) * TILE); row++, to += STEP)
+        for (int k = 0; k < num_in; k += STEP)
+            std::memcpy(to + int64_t(k) * ROWS, left.x + row * left.stride + k, STEP * sizeof(Half));
+}
+
+inline int64_t num_tiles(int64_t num_rows) { return divide_up(num_rows, TILE); }
+
 inline void pack_left(Half* packed, LeftRows left, int num_in, Team& team) {
-    team.for_each((left.count + TILE - 1) / TILE, [=](int64_t item) {
-        Half* to = packed + (item / 2 * num_in * 2 + item % 2 * STEP) * TILE;
-        for (int row = int(item) * TILE; row < std::min<int>(left.count, int(item + 1) * TILE); row++, to += STEP)
-            for (int k = 0; k < num_in; k += STEP)
-                std::memcpy(to + int64_t(k) * ROWS, left.x + row * left.stride + k, STEP * sizeof(Half));
-    });
+    team.for_each(num_tiles(left.count), [=](int64_t tile) { pack_tile(packed, left, num_in, tile); });
 }
 
 // `Numbers` of panels_vectors.h, of rows as they are.

@@ -29,11 +29,12 @@ struct Target {
     int64_t num_out;
     bool is_packed = false;  // as the left side of the next product
     int64_t first_row = 0, first_panel = 0;
+    int64_t stride = num_out;  // of rows that are not packed
 
-    int64_t row_stride() const { return is_packed ? PANEL : num_out; }
+    int64_t row_stride() const { return is_packed ? PANEL : stride; }
     T* at(int64_t row, int64_t panel) const {
         if (is_packed) return values + row / ROWS * ROWS * num_out + panel * ROWS * PANEL + row % ROWS * PANEL;
-        return values + (row - first_row) * num_out + (panel - first_panel) * PANEL;
+        return values + (row - first_row) * stride + (panel - first_panel) * PANEL;
     }
     // Where a column lies; up to the next multiple of PANEL those after it follow.
     T* place(int64_t row, int64_t column) const { return at(row, column / PANEL) + column % PANEL; }

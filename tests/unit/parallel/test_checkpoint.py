@@ -588,13 +588,6 @@ def test_dtype_is_chosen_by_what_the_kernels_multiply(folder: Path, monkeypatch:
     assert choose_dtype("auto", folder, device, "cpu") == torch.float16  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("mixtral", torch.bfloat16), ("deepseek_v3", torch.float16)])
-def test_auto_dtype_of_latents_is_left_to_the_device(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
-    _set_config(folder, dtype="bfloat16")
-    assert resolve_dtype("auto", folder, _FakeDevice(), multiplied=OWN) == dtype  # type: ignore[arg-type]
-
-
 def test_auto_dtype_without_config_is_that_of_the_weights(folder: Path) -> None:
     _set_config(folder)
     assert checkpoint_dtype(folder) == torch.float32

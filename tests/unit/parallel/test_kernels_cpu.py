@@ -208,6 +208,21 @@ def test_gates_of_rows_equal_reference(kernels: Kernels, dtype: torch.dtype, num
     assert_close(y, expected)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_matrix_for_each_head_equals_reference(kernels: Kernels, dtype: torch.dtype, num_tokens: int) -> None:
+    """Parts of heads, matrices as they lie and transposed, and sizes that panels do not divide."""
+    for num_heads, num_in, num_out in ((3, 64, 160), (5, 352, 32), (2, 48, 20)):
+        generator = torch.Generator().manual_seed(num_out)
+        x = torch.randn(num_tokens, num_heads, num_in + 32, generator=generator).to(dtype)[..., :num_in]
+        weight = (torch.randn(num_heads, num_in, num_out, generator=generator) * num_in**-0.5).to(dtype)
+        expected = ReferenceKernels().pack_heads(weight)(x)
+        for as_stored in (weight.clone(), weight.transpose(1, 2).contiguous().transpose(1, 2)):
+            linear = kernels.pack_heads(as_stored)
+            assert_close(linear(x), expected)
+        assert linear(x[:0]).shape == expected[:0].shape
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("size", [48, 41])

@@ -23,6 +23,7 @@ from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.native import build
+from parallel.kernels.native.heads_linear import NativeHeadsLinear, can_pack_heads
 from parallel.kernels.native.library import Operations, Programs, load_programs
 from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack
 from parallel.kernels.native.tape import Recorder
@@ -256,6 +257,21 @@ def test_a_large_product_has_the_bits_of_its_rows(programs: Programs, num_out: i
     together = linear(x)
     for num_rows in (17, 1, 3):
         assert torch.equal(together[:102], torch.cat([linear(rows) for rows in x[:102].split(num_rows)]))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 40, 300])
+def test_heads_have_the_bits_of_a_product_of_their_own(programs: Programs, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 96, 544, generator=generator).to(programs.dtype)
+    x = torch.randn(num_tokens, 3, 160, generator=generator).to(programs.dtype)[..., :96]
+    alone = [
+        NativeLinear(each.T.contiguous(), None, programs, Recorder(), 1, memory=HugePages())(x[:, head])
+        for head, each in enumerate(weight)
+    ]
+    for num_threads in (1, 3):
+        assert can_pack_heads(weight, programs)
+        heads = NativeHeadsLinear(weight.clone(), programs, num_threads, memory=HugePages())
+        assert torch.equal(heads(x), torch.stack(alone, 1))
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 17, 33, 65, 200])
