@@ -100,10 +100,10 @@ class ProductsOfHeads {
     static constexpr int SECTIONS = 2;
 
     ProductsOfHeads(const Heads<Half>& out, const Heads<const Half>& x, int num_tokens, int num_heads, const PackedMatrix& first, int num_threads)
-        : num_heads_(num_heads), num_in_(first.num_in), is_packed_(needs_packing(num_tokens)), packed_size_(scratch_size(num_tokens, num_in_)) {
+        : num_heads_(num_tokens ? num_heads : 0), num_in_(first.num_in), is_packed_(needs_packing(num_tokens)), packed_size_(scratch_size(num_tokens, num_in_)) {
         static thread_local Buffer<Half> scratch;
-        packed_ = scratch.room(size_t(num_heads * packed_size_));
-        for (int head = 0; head < num_heads; head++) {
+        packed_ = scratch.room(size_t(num_heads_ * packed_size_));
+        for (int head = 0; head < num_heads_; head++) {
             const LeftRows& rows = rows_.emplace_back(LeftRows{x.x + head * x.head_stride, x.token_stride, num_tokens});
             const LeftRows left = is_packed_ ? LeftRows{packed_ + head * packed_size_, num_in_, num_tokens, true} : rows;
             const PackedMatrix matrix{first.values + head * first.num_out * num_in_, nullptr, first.num_out, num_in_};
