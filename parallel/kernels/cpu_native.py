@@ -284,7 +284,8 @@ class NativeCpuKernels:
 
     def _can_norm(self, x: Tensor, weight: Tensor) -> bool:
         is_known = x.dtype in self._operations and (weight.dtype is x.dtype or weight.dtype is torch.float32)
-        return is_known and weight.is_contiguous() and (x.is_contiguous() or _has_dense_heads(x))
+        are_rows = x.stride(1) == 1 if x.dim() == 2 else _has_dense_heads(x)
+        return is_known and weight.is_contiguous() and are_rows
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
@@ -316,7 +317,7 @@ class NativeCpuKernels:
 
     def _can_rotate(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor) -> bool:
         is_known = q_TNH.dtype in self._operations and k_TKH.dtype is q_TNH.dtype and cos_TR.is_contiguous()
-        return is_known and _has_dense_heads(q_TNH) and _has_dense_heads(k_TKH)
+        return is_known and q_TNH.stride(2) == 1 and k_TKH.stride(2) == 1
 
     def _rotate(
         self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
@@ -324,7 +325,7 @@ class NativeCpuKernels:
         rotary = self._operations[q_TNH.dtype].rotary
         for x in (q_TNH, k_TKH):
             rotary(
-                *(x.data_ptr(), x.stride(0), *x.shape, cos_TR.data_ptr(), sin_TR.data_ptr(), cos_TR.shape[1]),
+                *(x.data_ptr(), *x.stride()[:2], *x.shape, cos_TR.data_ptr(), sin_TR.data_ptr(), cos_TR.shape[1]),
                 *(is_interleaved, self._num_threads),
             )
             self._recorder.note(Tape.rotary, x, cos_TR, is_interleaved=is_interleaved)

@@ -184,14 +184,14 @@ void gate(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& team) 
 // Turns the pairs of each head in place: (i, half + i), or (2i, 2i + 1) where interleaved. Cosines and sines have a row for each
 // token, or for each position.
 template <class T>
-void rotary(T* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads, int64_t head_dim, const float* cos,
+void rotary(T* heads, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t head_dim, const float* cos,
             const float* sin, int64_t half, const int64_t* positions, bool is_interleaved, Team& team) {
     for_each_run_of_rows(num_tokens, num_heads * head_dim, team, [=](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; token++) {
             const int64_t angles = (positions ? positions[token] : token) * half;
             const float *c = cos + angles, *s = sin + angles;
             for (int64_t head = 0; head < num_heads; head++) {
-                T* x = heads + token * token_stride + head * head_dim;
+                T* x = heads + token * token_stride + head * head_stride;
                 if (is_interleaved) {
 #pragma omp simd
                     for (int64_t i = 0; i < half; i++) {

@@ -79,12 +79,12 @@ using namespace weft;
                       static_cast<const T*>(weight), num_rows, size, team);                                             \
         });                                                                                                             \
     }                                                                                                                   \
-    EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t num_tokens, int64_t num_heads,            \
-                                   int64_t head_dim, const float* cos, const float* sin, int64_t half,                  \
-                                   int is_interleaved, int num_threads) {                                               \
+    EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t head_stride, int64_t num_tokens,          \
+                                   int64_t num_heads, int64_t head_dim, const float* cos, const float* sin,             \
+                                   int64_t half, int is_interleaved, int num_threads) {                                 \
         on_team(threads_for(num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {                       \
-            rotary(static_cast<T*>(heads), token_stride, num_tokens, num_heads, head_dim, cos, sin, half, nullptr,      \
-                   is_interleaved, team);                                                                               \
+            rotary(static_cast<T*>(heads), token_stride, head_stride, num_tokens, num_heads, head_dim, cos, sin, half,  \
+                   nullptr, is_interleaved, team);                                                                      \
         });                                                                                                             \
     }                                                                                                                   \
     EXPORT void weft_write_cache_##NAME(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride, \

@@ -31,7 +31,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gate": (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
     "activate": (c_void_p, *(c_int64,) * 3, c_int, c_int),
     "gate_rows": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int),
-    "rotary": (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_int),
+    "rotary": (c_void_p, *(c_int64,) * 5, c_void_p, c_void_p, c_int64, c_int, c_int),
     "write_cache": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int),
     "write_cache_int8": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, *(c_int64,) * 4, c_int),
 }

@@ -247,7 +247,7 @@ class Program {
             }
             case Kind::ROTARY: {
                 const AnglesStep& angles = step_.angles[o.index];
-                return rotary(at(o.in), stride(o.in), num_tokens(index), o.num_heads, o.size, angles.cos, angles.sin,
+                return rotary(at(o.in), stride(o.in), o.size, num_tokens(index), o.num_heads, o.size, angles.cos, angles.sin,
                               angles.half, angles.positions, bool(o.flag), team);
             }
             case Kind::GATE:

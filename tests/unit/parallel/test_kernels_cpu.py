@@ -208,6 +208,36 @@ def test_gates_of_rows_equal_reference(kernels: Kernels, dtype: torch.dtype, num
     assert_close(y, expected)
 
 
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_of_each_head_is_rotated(
+    kernels: Kernels, dtype: torch.dtype, num_tokens: int, is_interleaved: bool
+) -> None:
+    """As for latents: the rest of the heads stays as it is."""
+    generator = torch.Generator().manual_seed(0)
+    heads, row = (torch.randn(num_tokens, *shape, generator=generator).to(dtype) for shape in ((3, 96), (288,)))
+    angles = torch.randn(num_tokens, 16, generator=generator)
+    q, k = heads[..., 64:], row[:, 256:].unsqueeze(1)
+    expected = ReferenceKernels().rotary(q, k, angles.cos(), angles.sin(), is_interleaved=is_interleaved)
+    rest = heads[..., :64].clone(), row[:, :256].clone()
+    for actual, wanted in zip(
+        kernels.rotary(q, k, angles.cos(), angles.sin(), is_interleaved=is_interleaved), expected, strict=True
+    ):
+        assert_close(actual, wanted)
+    assert torch.equal(heads[..., :64], rest[0])
+    assert torch.equal(row[:, :256], rest[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_some_columns_are_normed(kernels: Kernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(40, 288, generator=generator).to(dtype), torch.randn(256, generator=generator).to(dtype)
+    expected = ReferenceKernels().rms_norm(x[:, 32:], weight, 1e-6)
+    assert_close(kernels.rms_norm(x[:, 32:], weight, 1e-6), expected)
+    assert_close(kernels.rms_norm(x[:, 32:][:1], weight, 1e-6), expected[:1])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_matrix_for_each_head_equals_reference(kernels: Kernels, dtype: torch.dtype, num_tokens: int) -> None:
