@@ -84,6 +84,22 @@ COMPILED = {
     },
     "long-sums": {"hidden_size": 1408, "head_dim": 32, "intermediate_size": 2848, "num_hidden_layers": 1},
 }
+LATENTS: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
 STEPS = [[(200, 200), (33, 300), (2, 18)], [(1, 301), (1, 19), (1, 700)], [(1, 5), (64, 64)], [(1, 1)], [(90, 600)]]
 """(query, context) of the sequences of each step."""
 
@@ -402,6 +418,7 @@ def has_dot_products(kernels: NativeCpuKernels, *, is_int8: bool = False) -> boo
         ({"head_dim": 64}, True, True),
         (COMPILED["mistral"], False, False),
         (COMPILED["mistral"] | {"head_dim": 64, "sliding_window": 270}, True, True),
+        (LATENTS, False, False),
     ],
     ids=[
         "bf16",
@@ -411,6 +428,7 @@ def has_dot_products(kernels: NativeCpuKernels, *, is_int8: bool = False) -> boo
         "int8",
         "window",
         "int8, window",
+        "latents",
     ],
 )
 @pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265], [560, *[1] * 40]], ids=len)
