@@ -145,7 +145,7 @@ async def test_group_without_its_other_ranks_fails_but_may_be_tried_again(
 async def test_rank_whose_kernels_could_not_be_compiled_tells_why(
     folder: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> Path:
+    def refuse(**_: bool) -> Path:
         raise DeviceError("no C++ compiler")
 
     monkeypatch.setattr("parallel.kernels.cpu_native.build_library", refuse)
