@@ -26,7 +26,7 @@ constexpr int STEP = 32;                              // inputs
 constexpr int64_t STEP_SIZE = int64_t(PANEL) * STEP;  // values of a panel's step, 2 KB
 
 struct PackedMatrix {
-    const Half* values;  // [panels][steps], each as place_of says; outputs past the last are 0
+    const Half* values;  // [panels][steps], each as line_of says; outputs past the last are 0
     const Half* bias;    // [out], or null
     int64_t num_out;         // a multiple of 16
     int num_in;              // a multiple of STEP
