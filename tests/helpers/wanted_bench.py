@@ -36,6 +36,8 @@ class Bench:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_saves: int = 0
     state: WantedState = field(init=False)
+    _states: list[WantedState] = field(default_factory=list)
+    """Kept, because asyncio logs a pending task whose last reference goes."""
 
     def __post_init__(self) -> None:
         self.restart()
@@ -43,7 +45,11 @@ class Bench:
     def restart(self) -> None:
         """A new controller, from what the last one saved."""
         self.forms = Formations()
-        self.state = WantedState(
+        self.state = self._start()
+        self._states.append(self.state)
+
+    def _start(self) -> WantedState:
+        return WantedState(
             decode(self.saved),
             routers=[self.router, self.other_router],
             form=self.forms,
