@@ -103,7 +103,7 @@ class _QueuedKernels(ReferenceKernels):
 def build_queued_engine(config: EngineConfig, device: QueuedDevice, stats: RankStats) -> Engine:
     """Build an engine of one rank over the stand-in, as `build_engine` does."""
     folder = Path(config.model)
-    dtype = resolve_dtype(config.dtype, folder, device, multiplied=())
+    dtype = resolve_dtype(config.dtype, folder, device, multiplies=lambda _: False)
     kernels = _QueuedKernels(device)
     decoder = load_decoder(folder, mesh=Mesh.single(), device=device.torch_device, dtype=dtype, kernels=kernels)
     runner = ModelRunner(decoder, mesh=Mesh.single(), device=device, config=config, stats=stats)

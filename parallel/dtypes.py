@@ -1,6 +1,6 @@
 """Which dtype a model computes in: what the user names, or what the checkpoint and the device suggest."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,12 +18,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Dtypes that a model can compute in, by the names that users give them."""
 
 
-def resolve_dtype(name: str, folder: Path, device: Device, *, multiplied: Container[torch.dtype]) -> torch.dtype:
+def resolve_dtype(name: str, folder: Path, device: Device, *, multiplies: Callable[[torch.dtype], bool]) -> torch.dtype:
     """The dtype called `name`; "auto" lets the device decide, knowing that of the checkpoint.
 
     Args:
-        multiplied: dtypes of which the kernels have products of their own (`select.own_products`), however slow torch
-            is in them on this device.
+        multiplies: whether the kernels have products of their own in a dtype (`select.multiplies`), however slow torch
+            is in it on this device.
 
     Raises:
         ConfigError: the name, or what config.json says, is not known.
@@ -32,7 +32,7 @@ def resolve_dtype(name: str, folder: Path, device: Device, *, multiplied: Contai
     if name != "auto":
         return _find(name, "dtype", ("auto", *DTYPES))
     stored = checkpoint_dtype(folder)
-    return stored if stored in multiplied else device.default_dtype(stored)
+    return stored if multiplies(stored) else device.default_dtype(stored)
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:

@@ -91,7 +91,7 @@ class ModelRunner:
         """Whether steps are planned ahead; it may change in `allocate`."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._latest: tuple[Sampled | None, torch.Tensor] = None, torch.empty(0, dtype=torch.int64)
-        self._choice = select_sampling(device.torch_device, config.kernels)
+        self._choice = select_sampling(device.torch_device, config.kernels, decoder.dtype)
         self._inputs, self._draws, self._sampler = self._new_state()
         self._reads, self._flops = ModelReads(decoder), ModelFlops(decoder)
         self._served_stats = stats or RankStats()

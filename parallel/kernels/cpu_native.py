@@ -26,7 +26,6 @@ from parallel.kernels.base import (
 )
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_fast import CpuKernels
-from parallel.kernels.native.build import build_library
 from parallel.kernels.native.experts import NativeExperts, can_pack_experts
 from parallel.kernels.native.heads_linear import NativeHeadsLinear, can_pack_heads
 from parallel.kernels.native.int8_linear import NativeInt8Linear
@@ -38,6 +37,7 @@ from parallel.kernels.native.library import (
     Operations,
     Programs,
     StepLayout,
+    build_for,
     load_int8,
     load_operations,
     load_programs,
@@ -88,7 +88,7 @@ class NativeCpuKernels:
     @classmethod
     def build(cls, dtype: torch.dtype = torch.bfloat16) -> "NativeCpuKernels":
         """Compile where needed, and load what a model in `dtype` wants. Raises DeviceError when this machine cannot."""
-        library = build_library(is_float16=dtype is torch.float16)
+        library = build_for(dtype)
         return cls(load_operations(library), load_programs(library), torch.get_num_threads(), load_int8(library))
 
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:

@@ -19,8 +19,7 @@ from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.inductor import InductorKernels
-from parallel.kernels.native.build import build_library
-from parallel.kernels.native.library import load_programs
+from parallel.kernels.native.library import build_for, load_programs
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import IN_TORCH, TokenChoice, rank_in_torch
 
@@ -58,27 +57,24 @@ def select_kernels(
 
 def choose_dtype(name: str, folder: Path, device: Device, kernels: str) -> torch.dtype:
     """The dtype called `name`, "auto" by checkpoint, device and the kernels called so. Raises as resolve_dtype."""
-    return resolve_dtype(name, folder, device, multiplied=own_products(device.torch_device, kernels))
+    return resolve_dtype(name, folder, device, multiplies=lambda dtype: multiplies(device.torch_device, dtype, kernels))
 
 
-def own_products(device: torch.device, name: str = "auto") -> frozenset[torch.dtype]:
-    """Dtypes of 16 bits of which the kernels called `name` have products of their own on this CPU; compiles where
-    needed.
-    """
+def multiplies(device: torch.device, dtype: torch.dtype, name: str = "auto") -> bool:
+    """Whether the kernels called `name` have products of their own in this dtype on this CPU; compiles where needed."""
     if device.type == "cpu" and name in ("auto", "cpu-native"):
         with suppress(DeviceError):  # the choice of kernels tells the reason
-            if load_programs(build_library()) is not None:
-                return frozenset((torch.bfloat16, torch.float16))
-    return frozenset()
+            return load_programs(build_for(dtype)) is not None
+    return False
 
 
-def select_sampling(device: torch.device, name: str = "auto") -> TokenChoice:
+def select_sampling(device: torch.device, name: str = "auto", dtype: torch.dtype = torch.bfloat16) -> TokenChoice:
     """What takes tokens from logits on this device: Triton kernels on a GPU where torch came with them, compiled ones
-    on a CPU where `name` and the machine have them, else torch.
+    on a CPU where `name` and the machine have them (those of a model in `dtype`), else torch.
     """
     if device.type == "cpu" and name in ("auto", "cpu-native"):
         with suppress(DeviceError):  # the choice of kernels has told the reason
-            return make_native_choice()
+            return make_native_choice(build_for(dtype))
     if device.type != "cuda":
         return IN_TORCH
     try:

@@ -7,7 +7,7 @@
 #include "threads.h"
 #include "vector.h"
 
-#if !WEFT_IS_FLOAT16 && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
+#if !WEFT_IS_FLOAT16 && !WEFT_IS_FLOAT32 && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
 #define WEFT_HAS_AMX
 
 #include <algorithm>
@@ -83,10 +83,10 @@ inline void ask_quarter(const void* step, int quarter) {
 }
 
 // x in the layout of a right-hand tile: [TILE_K block][TILE rows of x][pair][row][2], rows past the last are 0.
-inline const Half* pack_rows(const Half* x, int64_t x_row_stride, int num_rows, int num_in, Buffer<Half>& buffer) {
+inline const Number* pack_rows(const Number* x, int64_t x_row_stride, int num_rows, int num_in, Buffer<Number>& buffer) {
     const int row_blocks = (num_rows + TILE - 1) / TILE;
-    Half* const packed = buffer.room(size_t(num_in) * row_blocks * TILE);
-    Half* to = packed;
+    Number* const packed = buffer.room(size_t(num_in) * row_blocks * TILE);
+    Number* to = packed;
     for (int k = 0; k < num_in; k += TILE_K)
         for (int first = 0; first < row_blocks * TILE; first += TILE, to += TILE * TILE_K) {
             Ints rows[TILE] = {};
@@ -111,20 +111,20 @@ inline void write_transposed(float* out, int64_t num_out, int num_rows, const fl
 
 // As multiply_rows; num_out a multiple of 32, num_in of TILE_K.
 template <class Result>
-void multiply_rows_by_tiles(const Result& result, const Half* x, int64_t x_row_stride, int num_rows,
-                            const Half* weight, int num_in, int num_threads) {
+void multiply_rows_by_tiles(const Result& result, const Number* x, int64_t x_row_stride, int num_rows,
+                            const Number* weight, int num_in, int num_threads) {
     constexpr int64_t RUN = 256;        // outputs of an item
     constexpr int AHEAD = 2 * TILE_K;   // inputs
-    static thread_local Buffer<Half> buffer;
-    const Half* packed = pack_rows(x, x_row_stride, num_rows, num_in, buffer);
+    static thread_local Buffer<Number> buffer;
+    const Number* packed = pack_rows(x, x_row_stride, num_rows, num_in, buffer);
     const int row_blocks = (num_rows + TILE - 1) / TILE;
-    const int64_t weight_stride = int64_t(num_in) * sizeof(Half);
+    const int64_t weight_stride = int64_t(num_in) * sizeof(Number);
     const int64_t num_out = result.num_out, runs = (num_out + RUN - 1) / RUN;
     bool is_streamed = false;
     if constexpr (Result::IS_KEPT) is_streamed = reinterpret_cast<uintptr_t>(result.values) % 64 == 0;
     // A line of each of eight of 32 rows, to the second-level cache, a little before it is read. Far ahead, in the order of
     // memory, is slower: the prefetchers of the CPU, which reach no further than the next page, then have no part in it.
-    const auto ask_rows = [num_in](const Half* ahead, int quarter) {
+    const auto ask_rows = [num_in](const Number* ahead, int quarter) {
         for (int row = quarter * 8; row < quarter * 8 + 8; row++) _mm_prefetch(ahead + int64_t(row) * num_in, _MM_HINT_T1);
     };
     on_team(num_threads, 1, [=](Team& team) { team.for_each(runs, [=, &team](int64_t item) {
@@ -135,15 +135,15 @@ void multiply_rows_by_tiles(const Result& result, const Half* x, int64_t x_row_s
         for (int64_t o = item * RUN; o < end; o += 2 * TILE)
             for (int block = 0; block < row_blocks; block += 2) {
                 const bool has_two = block + 1 < row_blocks;
-                const Half* const next = weight + (o + 2 * TILE < end ? o + 2 * TILE : following) * num_in;
+                const Number* const next = weight + (o + 2 * TILE < end ? o + 2 * TILE : following) * num_in;
                 _tile_zero(0);
                 _tile_zero(1);
                 _tile_zero(2);
                 _tile_zero(3);
                 for (int k = 0; k < num_in; k += TILE_K) {
-                    const Half* left = weight + o * num_in + k;
-                    const Half* right = packed + (size_t(k / TILE_K) * row_blocks + block) * TILE * TILE_K;
-                    const Half* ahead = k + AHEAD < num_in ? left + AHEAD : next + k + AHEAD - num_in;
+                    const Number* left = weight + o * num_in + k;
+                    const Number* right = packed + (size_t(k / TILE_K) * row_blocks + block) * TILE * TILE_K;
+                    const Number* ahead = k + AHEAD < num_in ? left + AHEAD : next + k + AHEAD - num_in;
                     ask_rows(ahead, 0);
                     _tile_loadd(4, left, weight_stride);
                     ask_rows(ahead, 1);

@@ -28,7 +28,7 @@ bool has_dot_products(int head_dim) {
     if (sizeof(C) == 1) return head_dim % int8::STEP == 0;
 #endif
 #ifdef WEFT_HAS_PACKED_MATRIX
-    return sizeof(T) == 2 && sizeof(C) == 2 && head_dim % PANEL == 0;
+    return std::is_same_v<T, Number> && std::is_same_v<C, Number> && head_dim % PANEL == 0;
 #else
     return false;
 #endif
@@ -47,7 +47,7 @@ struct Tensors {
 class Scratch {
   public:
     Buffer<float> scores, part, totals;
-    Buffer<Half> packed;
+    Buffer<Number> packed;
     std::vector<Running> running;
     const Tile* next = nullptr;   // that this thread is likely to compute after this one
     const void* asked = nullptr;  // the first of the keys that were asked for last, for a tile after the one that did it
@@ -181,7 +181,7 @@ class PagedAttention {
             }
 #endif
 #ifdef WEFT_HAS_PACKED_MATRIX
-        if constexpr (sizeof(T) == 2 && !IS_INT8)
+        if constexpr (std::is_same_v<T, Number> && !IS_INT8)
             if (has_dot_products<T>(layout_.head_dim))
                 return attend_packed(tile, partition, q, scratch, running, totals);
 #endif
@@ -401,7 +401,9 @@ void attend(const Target<T>& out, const T* q, int64_t q_token_stride, const void
 
 // In attention.cpp.
 extern template void attend(const Target<float>&, const float*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
-extern template void attend(const Target<Half>&, const Half*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
+#if !WEFT_IS_FLOAT32
+extern template void attend(const Target<Number>&, const Number*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
+#endif
 
 }  // namespace weft
 

@@ -9,17 +9,17 @@
 
 namespace weft {
 
+constexpr int BLOCK_ROWS = TILE;  // more would not stay in the first-level cache with their scores
+
 // Some tokens of a partition and one key-value head, as pack_keys and pack_values have them.
 struct PackedTokens {
-    const Half *keys, *values;
+    const Number *keys, *values;
     int num_tokens, head_dim;
 };
 
-constexpr int BLOCK_ROWS = TILE;  // more would not stay in the first-level cache with their scores
-
 // Some rows, and the tokens that one of them sees, in whole panels.
 struct Block {
-    const Half* q;  // [num_rows, head_dim], room for BLOCK_ROWS
+    const Number* q;  // [num_rows, head_dim], room for BLOCK_ROWS
     int num_rows;
     Span tokens;
     Running* running;  // of each row; the block's softmax is merged into it
@@ -31,7 +31,7 @@ struct Block {
 // A tile of rows times one or two panels that lie `panel_stride` values apart: the sums [TILE][PANELS * PANEL]. Panels come from
 // the second-level cache and do not enter the first-level one. Calls `meanwhile` with each step.
 template <int PANELS, class Meanwhile>
-void multiply_row_tile(float* sums, int64_t sums_stride, const Half* left, int64_t left_stride, const Half* panels,
+void multiply_row_tile(float* sums, int64_t sums_stride, const Number* left, int64_t left_stride, const Number* panels,
                        int64_t panel_stride, int num_steps, const Meanwhile& meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
@@ -66,8 +66,8 @@ void multiply_row_tile(float* sums, int64_t sums_stride, const Half* left, int64
 
 // The same for any number of panels, and up to BLOCK_ROWS rows; by vectors, nothing is done meanwhile.
 template <class Meanwhile>
-void multiply_rows(float* sums, int64_t sums_stride, const Half* left, int64_t left_stride, int num_rows,
-                   const Half* panels, int64_t panel_stride, int num_panels, int num_steps, [[maybe_unused]] const Meanwhile& meanwhile) {
+void multiply_rows(float* sums, int64_t sums_stride, const Number* left, int64_t left_stride, int num_rows,
+                   const Number* panels, int64_t panel_stride, int num_panels, int num_steps, [[maybe_unused]] const Meanwhile& meanwhile) {
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) {
         for (; num_panels > 1; num_panels -= 2, panels += 2 * panel_stride, sums += 2 * PANEL)
@@ -130,22 +130,22 @@ class Blocks {
     }
 
   private:
-    static constexpr int STRIDE = PARTITION + LANES;  // of scores
+    static constexpr int STRIDE = PARTITION + LANES, WEIGHTS_STRIDE = PER_LANE * STRIDE;  // of scores, of weights
     static constexpr int PACE = 1;                    // rows with each step of tiles
 
     struct Work {
         Block block;
-        Softmax<Half> softmax;
+        Softmax<Number> softmax;
         alignas(64) float scores[BLOCK_ROWS * STRIDE];  // weights take their place
 
-        Half* weights() { return reinterpret_cast<Half*>(scores); }
+        Number* weights() { return reinterpret_cast<Number*>(scores); }
     };
 
     void weigh_some(int most) {
         if (!pending_) return;
         const Block& block = pending_->block;
         for (const int end = std::min(block.num_rows, weighed_ + most); weighed_ < end; weighed_++)
-            pending_->softmax.weigh(weighed_, pending_->weights() + weighed_ * 2 * STRIDE, pending_->scores + weighed_ * STRIDE, block.tokens);
+            pending_->softmax.weigh(weighed_, pending_->weights() + weighed_ * WEIGHTS_STRIDE, pending_->scores + weighed_ * STRIDE, block.tokens);
     }
 
     void finish() {
@@ -153,7 +153,7 @@ class Blocks {
         weigh_some(BLOCK_ROWS);
         const Block& block = pending_->block;
         const int head_dim = packed_.head_dim, begin = block.tokens.begin;
-        multiply_rows(products_, head_dim, pending_->weights() + begin, 2 * STRIDE, block.num_rows, packed_.values + int64_t(begin) * PANEL,
+        multiply_rows(products_, head_dim, pending_->weights() + begin, WEIGHTS_STRIDE, block.num_rows, packed_.values + int64_t(begin) * PANEL,
                           int64_t(PANEL) * packed_.num_tokens, head_dim / PANEL, (block.tokens.end - begin) / STEP, [] {});
         Running parts[BLOCK_ROWS];
         pending_->softmax.sum(parts, block.num_rows);

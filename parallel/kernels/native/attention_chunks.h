@@ -78,7 +78,7 @@ void PagedAttention<T, C>::compute(const Bundle& bundle) {
 #ifdef WEFT_HAS_INT8
     if constexpr (IS_INT8) attend_integers(bundle, int(num_rows), q, running, totals);
 #endif
-    if constexpr (sizeof(T) == 2 && !IS_INT8) attend_packed(bundle, q, running, totals);
+    if constexpr (std::is_same_v<T, Number> && !IS_INT8) attend_packed(bundle, q, running, totals);
     for_each_piece(bundle, [&](const Tile& piece, int row) { write(piece, running + row, totals + size_t(row) * head_dim); });
 }
 

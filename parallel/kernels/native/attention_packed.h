@@ -47,7 +47,7 @@ template <class T, class C>
 inline PackedTokens PagedAttention<T, C>::pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const {
     const int num_tokens = (seen.end - begin + PANEL - 1) / PANEL * PANEL;
     const int64_t size = int64_t(tile.num_kv_heads) * num_tokens * layout_.head_dim;
-    Half* const packed = scratch.packed.room(2 * size);
+    Number* const packed = scratch.packed.room(2 * size);
     int64_t offsets[PARTITION];
     find_tokens(tile, begin, seen, num_tokens, offsets);
     pack_keys(packed, tensors_.keys, tensors_.values, offsets, num_tokens, tile.num_kv_heads, layout_.head_dim);

@@ -7,7 +7,7 @@
 
 namespace weft {
 
-constexpr int AHEAD = STEP;  // tokens that are asked for before they are read
+constexpr int AHEAD = PANEL;  // tokens that are asked for before they are read
 constexpr int TOGETHER = 4;  // tokens whose values are added, of all heads, before those after them: about as they lie in memory
 
 template <class T, class C>
@@ -32,24 +32,24 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, Span seen, const
         }
     }
     soften(tile, 0, heads, {begin, seen.end}, scores, PARTITION, params_.scale, running);
-    for (int head = 0; head < heads; head++) round_weights(scores + head * PARTITION, (count + STEP - 1) / STEP * STEP);
+    for (int head = 0; head < heads; head++) round_weights(scores + head * PARTITION, (count + PANEL - 1) / PANEL * PANEL);
     std::fill(totals, totals + size_t(heads) * head_dim, 0.0f);
-    const int together = may_use_tiles() ? STEP : TOGETHER;
+    const int together = may_use_tiles() ? PANEL : TOGETHER;
     for (int token = num_unseen / together * together; token < count; token += together)
         for (int head = 0; head < heads; head++) {
-            const float* weights = scores + head * PARTITION + token;
             const T* values = tensors_.values + head * head_dim;
             float* to = totals + head * head_dim;
-            const Weight* rounded = reinterpret_cast<const Weight*>(scores + head * PARTITION) + token;
+            const Weight* weights = reinterpret_cast<const Weight*>(scores + head * PARTITION) + token;
             const auto add = [&](auto lines, int dim) {
                 const int num_tokens = std::min(together, count - token);
+#ifdef WEFT_HAS_AMX
                 if (may_use_tiles())
-                    add_step_of_values<lines>(to + dim, values + dim, offsets + token, weights, num_tokens, upcoming);
-                else
-                    add_pairs_of_values<lines>(to + dim, values + dim, offsets + token, rounded, num_tokens, upcoming);
+                    return add_step_of_values<lines>(to + dim, values + dim, offsets + token, scores + head * PARTITION + token, num_tokens, upcoming);
+#endif
+                add_some_values<lines>(to + dim, values + dim, offsets + token, weights, num_tokens, upcoming);
             };
-            for (int dim = 0; dim + 2 * STEP <= head_dim; dim += 2 * STEP) add(std::integral_constant<int, 2>(), dim);
-            if (head_dim % (2 * STEP)) add(std::integral_constant<int, 1>(), head_dim - STEP);
+            for (int dim = 0; dim + 2 * PANEL <= head_dim; dim += 2 * PANEL) add(std::integral_constant<int, 2>(), dim);
+            if (head_dim % (2 * PANEL)) add(std::integral_constant<int, 1>(), head_dim - PANEL);
         }
     for (int head = 0; head < heads; head++) interleave(totals + head * head_dim, head_dim);
 }

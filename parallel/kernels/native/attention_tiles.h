@@ -14,12 +14,12 @@ namespace weft {
 // The keys of some heads, side by side in memory, each as a packed matrix [num_tokens, head_dim], one after the other. The
 // first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so
 // they lie. Meanwhile the keys of later tokens are asked for, and the values of these.
-inline void pack_keys(Half* packed, const Half* keys, const Half* values, const int64_t* offsets, int num_tokens,
+inline void pack_keys(Number* packed, const Number* keys, const Number* values, const int64_t* offsets, int num_tokens,
                       int num_heads, int head_dim) {
     constexpr int AHEAD = 2 * TILE;  // tokens
     for (int token = 0; token < num_tokens; token += TILE)
         for (int head = 0; head < num_heads; head++) {
-            Half* to = packed + (int64_t(head) * num_tokens + token / PANEL * PANEL) * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
+            Number* to = packed + (int64_t(head) * num_tokens + token / PANEL * PANEL) * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
             for (int dim = 0; dim < head_dim; dim += STEP, to += STEP_SIZE) {
                 const int column = head * head_dim + dim;
                 Ints rows[TILE];
@@ -34,17 +34,28 @@ inline void pack_keys(Half* packed, const Half* keys, const Half* values, const 
         }
 }
 
+// What lanes take of 32 dims: a line for the first 16 and one for the others, with a number of `from`, or a pair of both tokens.
+inline void take_lines(Ints* lines, const Number* from, [[maybe_unused]] const Number* next) {
+    lines[0] = load_bits(from);
+#if WEFT_IS_FLOAT32
+    lines[1] = load_bits(from + LANES);
+#else
+    lines[1] = load_bits(next);
+    join_lines(lines[0], lines[1]);
+#endif
+}
+
 // The values of some heads, each as a packed matrix [head_dim, num_tokens].
-inline void pack_values(Half* packed, const Half* values, const int64_t* offsets, int num_tokens, int num_heads,
+inline void pack_values(Number* packed, const Number* values, const int64_t* offsets, int num_tokens, int num_heads,
                         int head_dim) {
-    for (int token = 0; token < num_tokens; token += 2) {
-        const Half *even = values + offsets[token], *odd = values + offsets[token + 1];
-        Half* to = packed + token / STEP * STEP_SIZE + token % STEP * (STEP / 2);
+    for (int token = 0; token < num_tokens; token += PER_LANE) {
+        const Number *from = values + offsets[token], *next = values + offsets[token + PER_LANE - 1];
+        Number* to = packed + token / STEP * STEP_SIZE + token % STEP / PER_LANE * (PER_LANE * LANES);
         for (int dim = 0; dim < num_heads * head_dim; dim += PANEL, to += PANEL * num_tokens) {
-            Ints first = load_bits(even + dim), second = load_bits(odd + dim);
-            join_lines(first, second);
-            store_bits(to, first);
-            store_bits(to + STEP_SIZE / 2, second);
+            Ints lines[2];
+            take_lines(lines, from + dim, next + dim);
+            store_bits(to, lines[0]);
+            store_bits(to + STEP_SIZE / 2, lines[1]);
         }
     }
 }
@@ -53,7 +64,7 @@ inline void pack_values(Half* packed, const Half* values, const int64_t* offsets
 class Upcoming {
   public:
     // `size` values from here on, whole lines.
-    void add(const Half* from, int64_t size) { runs_[count_++] = {from, from + size}; }
+    void add(const Number* from, int64_t size) { runs_[count_++] = {from, from + size}; }
 
     template <Hint HINT>
     void ask(int num_lines) {
@@ -71,23 +82,45 @@ class Upcoming {
     }
 
   private:
-    static constexpr int PAGE = 2048, MOST_PAGES = 8;  // values of 4 KB
+    static constexpr int PAGE = 4096 / int(sizeof(Number)), MOST_PAGES = 8;
 
     struct Run {
-        const Half *begin, *end;
+        const Number *begin, *end;
     };
 
-    Run runs_[2 * PARTITION + STEP];
+    Run runs_[2 * PARTITION + PANEL];
     int count_ = 0, run_ = 0;
-    const Half *next_ = nullptr, *end_ = nullptr;
+    const Number *next_ = nullptr, *end_ = nullptr;
 };
 
-#if WEFT_IS_FLOAT16
+#if WEFT_IS_FLOAT32
 
-// STEP numbers of a row, a pair of which is multiplied with those that lanes have.
+// STEP numbers of a row: one, or a pair, is multiplied with what lanes have.
 class StepOfRow {
   public:
-    explicit StepOfRow(const Half* x) { store_two(x_, load(x), load(x + LANES), false); }
+    explicit StepOfRow(const float* x) : x_(x) {}
+
+    Floats add(const Floats& sums, int i, const Ints& numbers) const { return multiply_add(broadcast(x_[i]), bit_cast<Floats>(numbers), sums); }
+
+  private:
+    const float* const x_;
+};
+
+using Weight = float;  // of a value, rounded
+
+// Adds weight * value of a token, or of two, to 32 dims.
+inline void add_values(Floats* sums, const Weight* weights, const float* values, const float*) {
+    for (int i = 0; i < 2; i++) sums[i] = multiply_add(broadcast(weights[0]), load(values + i * LANES), sums[i]);
+}
+
+// Dims of a row in order again.
+inline void sort_dims(Ints&, Ints&) {}
+
+#elif WEFT_IS_FLOAT16
+
+class StepOfRow {
+  public:
+    explicit StepOfRow(const Number* x) { store_two(x_, load(x), load(x + LANES), false); }
 
     Floats add(const Floats& sums, int pair, const Ints& pairs) const {
         const Ints line = to_line(pairs);
@@ -99,37 +132,35 @@ class StepOfRow {
     alignas(64) float x_[STEP];
 };
 
-using Weight = float;  // of a value, rounded
+using Weight = float;
 
-// Adds weight * value of two tokens to 32 dims.
-inline void add_two_values(Floats* sums, const Weight* weights, const Half* even, const Half* odd) {
+inline void add_values(Floats* sums, const Weight* weights, const Number* even, const Number* odd) {
     for (int i = 0; i < 2; i++) {
         const Floats part = multiply_add(broadcast(weights[1]), load(odd + i * LANES), sums[i]);
         sums[i] = multiply_add(broadcast(weights[0]), load(even + i * LANES), part);
     }
 }
 
-// Dims of a row in order again.
 inline void sort_dims(Ints&, Ints&) {}
 
 #else
 
 // A pair, in all lanes.
-inline Ints two_of(const Half* x) { return broadcast(bit_cast<int32_t>(*reinterpret_cast<const Half(*)[2]>(x))); }
+inline Ints two_of(const Number* x) { return broadcast(bit_cast<int32_t>(*reinterpret_cast<const Number(*)[2]>(x))); }
 
 class StepOfRow {
   public:
-    explicit StepOfRow(const Half* x) : x_(x) {}
+    explicit StepOfRow(const Number* x) : x_(x) {}
 
     Floats add(const Floats& sums, int pair, const Ints& pairs) const { return add_products(sums, two_of(x_ + 2 * pair), pairs); }
 
   private:
-    const Half* const x_;
+    const Number* const x_;
 };
 
-using Weight = Half;
+using Weight = Number;
 
-inline void add_two_values(Floats* sums, const Weight* weights, const Half* even, const Half* odd) {
+inline void add_values(Floats* sums, const Weight* weights, const Number* even, const Number* odd) {
     const Ints two = two_of(weights), a = load_bits(even), b = load_bits(odd);
     sums[0] = add_products(sums[0], two, unpack_low<int16_t>(a, b));
     sums[1] = add_products(sums[1], two, unpack_high<int16_t>(a, b));
@@ -144,14 +175,14 @@ inline void sort_dims(Ints& first, Ints& second) {
 
 // Scores of one row of q with 16 tokens. By tiles the keys are the left side of the product as they lie, q is the only column of
 // the right one; by vectors keys are transposed on their way. Meanwhile `pace` times as many lines are asked for.
-inline void score_row(float* scores, const Half* keys, int64_t token_stride, const Half* q, int head_dim, Upcoming& upcoming, int pace) {
+inline void score_row(float* scores, const Number* keys, int64_t token_stride, const Number* q, int head_dim, Upcoming& upcoming, int pace) {
 #ifdef WEFT_HAS_AMX
     if (may_use_tiles()) {
         upcoming.ask<_MM_HINT_T1>(pace * TILE * head_dim / STEP);
         _tile_zero(0);
         for (int dim = 0; dim < head_dim; dim += STEP) {
-            _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(Half)));
-            _tile_loadd(6, q + dim, 2 * sizeof(Half));
+            _tile_loadd(4, keys + dim, token_stride * int64_t(sizeof(Number)));
+            _tile_loadd(6, q + dim, 2 * sizeof(Number));
             _tile_dpbf16ps(0, 4, 6);
         }
         _tile_stored(0, scores, sizeof(float));
@@ -175,38 +206,41 @@ inline void score_row(float* scores, const Half* keys, int64_t token_stride, con
 inline void round_in_float(float* x, int count) {
     for (int i = 0; i < count; i += 2 * LANES) {
         Floats first = load(x + i), second = load(x + i + LANES);
-        round_two<Half>(first, second);
+        round_two<Number>(first, second);
         store_two(x + i, first, second, false);
     }
 }
 
 // Weights of a row, in whole runs of 32, as they meet the values: for tiles still float32, for vectors `Weight` in the same place.
 inline void round_weights(float* weights, int count) {
+    if (PER_LANE == 1) return;
     if (may_use_tiles() || sizeof(Weight) == sizeof(float)) return round_in_float(weights, count);
-    Half* const rounded = reinterpret_cast<Half*>(weights);
+    Number* const rounded = reinterpret_cast<Number*>(weights);
     for (int i = 0; i < count; i += 2 * LANES) store_two(rounded + i, load(weights + i), load(weights + i + LANES), false);
 }
 
 // Adds weight * value of at most 32 tokens to LINES * 32 dims of a row by vectors. Of each 32 dims `totals` has, in bfloat16, the
 // first four of each eight first.
 template <int LINES>
-void add_pairs_of_values(float* totals, const Half* values, const int64_t* offsets, const Weight* weights, int num_tokens,
-                         Upcoming& upcoming) {
+void add_some_values(float* totals, const Number* values, const int64_t* offsets, const Weight* weights, int num_tokens,
+                     Upcoming& upcoming) {
     Floats sums[2 * LINES];
     for (int i = 0; i < 2 * LINES; i++) sums[i] = load(totals + i * LANES);
-    for (int token = 0; token < num_tokens; token += 2) {
+    for (int token = 0; token < num_tokens; token += PER_LANE) {
         upcoming.ask<SOON>(2 * LINES);
-        const Half* even = values + offsets[token];
-        const Half* odd = values + offsets[std::min(token + 1, num_tokens - 1)];  // the weight of none is 0
-        for (int line = 0; line < LINES; line++) add_two_values(sums + 2 * line, weights + token, even + line * STEP, odd + line * STEP);
+        const Number* from = values + offsets[token];
+        const Number* next = values + offsets[std::min(token + PER_LANE - 1, num_tokens - 1)];  // the weight of none is 0
+        for (int line = 0; line < LINES; line++) add_values(sums + 2 * line, weights + token, from + line * PANEL, next + line * PANEL);
     }
     for (int i = 0; i < 2 * LINES; i++) store(totals + i * LANES, sums[i]);
 }
 
+#ifdef WEFT_HAS_AMX
+
 // The same beside matrix tiles, with the bits of one of their steps: even and odd tokens apart. Of each 32 dims `totals` has the
 // even ones first.
 template <int LINES>
-void add_step_of_values(float* totals, const Half* values, const int64_t* offsets, const float* weights, int num_tokens,
+void add_step_of_values(float* totals, const Number* values, const int64_t* offsets, const float* weights, int num_tokens,
                         Upcoming& upcoming) {
     Floats even_sums[2 * LINES] = {}, odd_sums[2 * LINES] = {};
     const auto add = [&](Floats* sums, int token) {
@@ -228,9 +262,11 @@ void add_step_of_values(float* totals, const Half* values, const int64_t* offset
         store(totals + i * LANES, load(totals + i * LANES) + (even_sums[i] + odd_sums[i]));
 }
 
+#endif
+
 // The dims of a row in order again.
 inline void interleave(float* totals, int head_dim) {
-    for (int dim = 0; dim < head_dim; dim += STEP) {
+    for (int dim = 0; dim < head_dim; dim += PANEL) {
         Ints first = load_bits(totals + dim), second = load_bits(totals + dim + LANES);
         sort_dims(first, second);
         store_bits(totals + dim, first);

@@ -41,10 +41,11 @@ inline Floats multiply(const float* q, const float* key, int runtime_head_dim) {
     return total;
 }
 
+#if !WEFT_IS_FLOAT32
 template <int HEAD_DIM>
-inline Floats multiply(const Half* q, const Half* key, int runtime_head_dim) {
+inline Floats multiply(const Number* q, const Number* key, int runtime_head_dim) {
     const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
-#ifdef WEFT_HAS_PAIRS
+#ifdef WEFT_HAS_PAIRS_IN_LINES
     if (head_dim % (2 * LANES) == 0) {
         Floats total{};
         for (int dim = 0; dim < head_dim; dim += 2 * LANES)
@@ -56,6 +57,7 @@ inline Floats multiply(const Half* q, const Half* key, int runtime_head_dim) {
     for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
     return total;
 }
+#endif
 
 template <int HEAD_DIM, class T>
 inline Floats multiply(const T* q, const int8_t* key, int runtime_head_dim) {

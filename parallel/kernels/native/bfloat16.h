@@ -1,22 +1,22 @@
-// `Half` as bfloat16, the upper half of a float32: widened, or multiplied by products of pairs where a CPU has them. In a line of
+// `Number` as bfloat16, the upper half of a float32: widened, or multiplied by products of pairs where a CPU has them. In a line of
 // pairs each lane has its own, as those products want it.
 
 #pragma once
 
-#include "half_type.h"
+#include "number_type.h"
 
 namespace weft {
 
-inline float to_float(Half x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+inline float to_float(Number x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 
 // To nearest, ties to even; a NaN stays one.
-inline void put(Half* place, float x) {
+inline void put(Number* place, float x) {
     const uint32_t bits = bit_cast<uint32_t>(x);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     place->bits = uint16_t(x == x ? rounded : 0x7fc0);
 }
 
-inline Floats load(const Half* from) { return bit_cast<Floats>(load_half_words(&from->bits) << 16); }
+inline Floats load(const Number* from) { return bit_cast<Floats>(load_half_words(&from->bits) << 16); }
 
 // What each is stored as.
 inline Words narrowed(const Floats& x) {
@@ -25,7 +25,7 @@ inline Words narrowed(const Floats& x) {
     return (rounded & is_number) | (0x7fc0u & ~is_number);
 }
 
-inline void store(Half* to, const Floats& x) { store_half_words(&to->bits, narrowed(x)); }
+inline void store(Number* to, const Floats& x) { store_half_words(&to->bits, narrowed(x)); }
 
 inline void round_both(Floats& first, Floats& second) {
 #ifdef __AVX512BF16__
@@ -57,10 +57,10 @@ inline Floats second_half(const Ints& line) { return bit_cast<Floats>(line & int
 inline Floats load_first_half(const void* line) { return first_half(load_bits(line)); }
 inline Floats load_second_half(const void* line) { return second_half(load_bits(line)); }
 
-inline void put_pair(Half* line, int lane, const Half* pair) { std::memcpy(line + 2 * lane, pair, 2 * sizeof(*pair)); }
-inline void take_pair(Half* pair, const Half* line, int lane) { std::memcpy(pair, line + 2 * lane, 2 * sizeof(*pair)); }
+inline void put_lane(Number* line, int lane, const Number* pair) { std::memcpy(line + 2 * lane, pair, 2 * sizeof(*pair)); }
+inline void take_lane(Number* pair, const Number* line, int lane) { std::memcpy(pair, line + 2 * lane, 2 * sizeof(*pair)); }
 inline Ints to_line(const Ints& pairs) { return pairs; }
-inline void join_lines(Ints& a, Ints& b) { interleave<Half>(a, b); }
+inline void join_lines(Ints& a, Ints& b) { interleave<Number>(a, b); }
 
 // By Intel's products of pairs, or with their bits but for what is too small for a normal number.
 inline Floats add_products(const Floats& sums, const Ints& a, const Ints& b) {

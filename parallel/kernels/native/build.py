@@ -22,6 +22,8 @@ from pathlib import Path
 from parallel.errors import DeviceError
 
 SOURCES = Path(__file__).parent
+NUMBERS = ("bfloat16", "float16", "float32")
+"""What a library can be compiled for, in the order of `weft_number` of kernels.cpp."""
 COMPILERS = ("c++", "g++", "clang++")
 """Commands of C++ compilers, in order of preference; where none is installed, the `ziglang` package is taken."""
 
@@ -34,16 +36,16 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 logger = logging.getLogger(__name__)
 
 
-def build_library(cache: Path | None = None, *, is_float16: bool = False) -> Path:
+def build_library(cache: Path | None = None, *, numbers: str = "bfloat16") -> Path:
     """The compiled library; compiled now where the cache has none for these sources, this compiler and this CPU, or
-    not the whole of it. Beside float32 it has one type of 16 bits, bfloat16 or float16.
+    not the whole of it. `numbers`: what a model computes in that it serves, one of NUMBERS.
 
     Of several processes that want it at once, one compiles and the others wait for it. Raises DeviceError when there is
     no compiler, it fails, or the cache cannot be written.
     """
     compiler = find_compiler()
     cache = cache or default_cache()
-    flags = _flags(is_float16=is_float16)
+    flags = _flags(numbers)
     library = cache / f"weft_kernels_{_key(compiler, flags)}.so"
     try:
         if _is_whole(library):
@@ -126,11 +128,12 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], folder: Path) -> lis
         return list(pool.map(compile_one, sources))
 
 
-def _flags(*, is_float16: bool) -> tuple[str, ...]:
+def _flags(numbers: str) -> tuple[str, ...]:
     """Those, and what the compiler does not tell of the CPU."""
     is_intel = _of_cpu("vendor_id").endswith("GenuineIntel")
     of_cpu = f"-DWEFT_FIRST_LEVEL_KB={_first_level_kb()}", f"-DWEFT_IS_INTEL={int(is_intel)}"
-    return (*_FLAGS, *of_cpu, f"-DWEFT_IS_FLOAT16={int(is_float16)}")
+    of_numbers = (f"-DWEFT_IS_{name.upper()}={int(name == numbers)}" for name in NUMBERS[1:])
+    return (*_FLAGS, *of_cpu, *of_numbers)
 
 
 def _first_level_kb() -> int:

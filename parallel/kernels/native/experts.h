@@ -45,7 +45,7 @@ struct ExpertLayer {
 };
 
 // The experts of a token, of equal ones the first, and their weights. Where a logit is NaN, all weights are.
-inline void choose_experts(int64_t* experts, float* weights, const Half* logits, int64_t num_experts, const ExpertChoice& choice) {
+inline void choose_experts(int64_t* experts, float* weights, const Number* logits, int64_t num_experts, const ExpertChoice& choice) {
     static thread_local Buffer<float> buffer;
     float* const left = buffer.room(size_t(num_experts));  // of which none is chosen yet
     float most = -INFINITY, of_all = 0, of_chosen = 0;
@@ -74,7 +74,7 @@ class ExpertProducts {
     }
 
     // Logits: [tokens, X].
-    void choose(const Half* logits, int64_t stride, const ExpertChoice& choice, Team& team) {
+    void choose(const Number* logits, int64_t stride, const ExpertChoice& choice, Team& team) {
         team.for_each(divide_up(x_.count, TOGETHER), [=](int64_t item) {
             for (int64_t token = item * TOGETHER; token < std::min<int64_t>(x_.count, (item + 1) * TOGETHER); token++)
                 choose_experts(&experts_[token * num_chosen_], &weights_[token * num_chosen_], logits + token * stride, matrices_.num_experts, choice);
@@ -87,7 +87,7 @@ class ExpertProducts {
 
   protected:
     // Rows: [most_rows, E], later of results: a row's result takes its place.
-    ExpertProducts(Half* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, Half* rows, int num_threads)
+    ExpertProducts(Number* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, Number* rows, int num_threads)
         : x_(x), matrices_(matrices), num_threads_(num_threads), rows_(rows), out_(out), num_chosen_(num_chosen),
           experts_(size_t(x.count * num_chosen)), weights_(experts_.size()), summands_(experts_.size()), num_summands_(size_t(x.count)) {}
 
@@ -164,7 +164,7 @@ class ExpertProducts {
             for (int64_t column = 0; column < hidden_size; column += PANEL) {
                 Floats sums[2] = {};
                 for (const Summand* summand = first; summand < first + num_summands_[token]; summand++) {
-                    const Half* row = rows_ + summand->row * hidden_size + column;
+                    const Number* row = rows_ + summand->row * hidden_size + column;
                     sums[0] += broadcast(summand->weight) * load(row);
                     sums[1] += broadcast(summand->weight) * load(row + LANES);
                 }
@@ -176,11 +176,11 @@ class ExpertProducts {
     const LeftRows x_;
     const ExpertMatrices matrices_;
     const int num_threads_;
-    Half* const rows_;
+    Number* const rows_;
 
   private:
     static constexpr int64_t TOGETHER = 16;  // tokens, or rows
-    Half* const out_;
+    Number* const out_;
     const int64_t num_chosen_;
     std::vector<int64_t> experts_;       // [tokens, chosen], where they are chosen here
     std::vector<float> weights_;
@@ -190,14 +190,14 @@ class ExpertProducts {
     std::vector<Pair> pairs_;  // sorted by expert
 };
 
-class ExpertsInHalf final : public ExpertProducts {
+class ExpertsInNumbers final : public ExpertProducts {
   public:
     static int64_t scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
-        return most_rows(num_tokens, num_chosen, matrices) * (matrices.hidden_size + matrices.inner_size) * int64_t(sizeof(Half));
+        return most_rows(num_tokens, num_chosen, matrices) * (matrices.hidden_size + matrices.inner_size) * int64_t(sizeof(Number));
     }
 
-    ExpertsInHalf(Half* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
-        : ExpertProducts(out, x, matrices, num_chosen, static_cast<Half*>(scratch), num_threads),
+    ExpertsInNumbers(Number* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
+        : ExpertProducts(out, x, matrices, num_chosen, static_cast<Number*>(scratch), num_threads),
           inner_(rows_ + most_rows(x.count, num_chosen, matrices) * matrices.hidden_size) {}
 
     void run(Team& team) const override {
@@ -216,12 +216,12 @@ class ExpertsInHalf final : public ExpertProducts {
     void add_products(const Run& run) override {
         const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
         const auto matrix = [&](const void* values, const void* bias, int64_t num_out, int64_t num_in, GateClamp clamp = {}) {
-            const auto* of_all = static_cast<const Half*>(bias);
-            return PackedMatrix{static_cast<const Half*>(values) + run.expert * num_out * num_in,
+            const auto* of_all = static_cast<const Number*>(bias);
+            return PackedMatrix{static_cast<const Number*>(values) + run.expert * num_out * num_in,
                                 of_all ? of_all + run.expert * num_out : nullptr, num_out, int(num_in), clamp};
         };
-        Half* const rows = rows_ + run.first_row * hidden_size;
-        const Target<Half> inner{inner_ + run.first_row * inner_size, inner_size, run.has_blocks};
+        Number* const rows = rows_ + run.first_row * hidden_size;
+        const Target<Number> inner{inner_ + run.first_row * inner_size, inner_size, run.has_blocks};
         const LeftRows left = gathers() ? LeftRows{rows, hidden_size, run.count, run.has_blocks} : x_;
         into_.add(inner, left, matrix(matrices_.into, matrices_.into_bias, 2 * inner_size, hidden_size, matrices_.clamp), num_threads_);
         const LeftRows of_inner{inner.values, inner_size, run.count, run.has_blocks};
@@ -231,21 +231,21 @@ class ExpertsInHalf final : public ExpertProducts {
     void gather(Team& team) const {
         const int64_t hidden_size = matrices_.hidden_size;
         for_each_pair(team, [=](const Run& run, int row, int64_t token) {
-            const Target<Half> to{rows_ + run.first_row * hidden_size, hidden_size, run.has_blocks};
-            const Half* from = x_.x + token * x_.stride;
+            const Target<Number> to{rows_ + run.first_row * hidden_size, hidden_size, run.has_blocks};
+            const Number* from = x_.x + token * x_.stride;
             for (int64_t panel = 0; panel < hidden_size / PANEL; panel++) std::copy_n(from + panel * PANEL, PANEL, to.at(row, panel));
         });
     }
 
-    Half* const inner_;
-    ProductsOfRuns<InHalf> into_, down_;
+    Number* const inner_;
+    ProductsOfRuns<InNumbers> into_, down_;
 };
 
 #ifdef WEFT_HAS_INT8
 
 struct In8Bits {
     using Left = int8::Left;
-    using Matrix = int8::Matrix<Half>;
+    using Matrix = int8::Matrix<Number>;
 
     static int num_rows(const Left& left) { return left.num_rows; }
     static Parts parts_of(const Left& left, const Matrix&) { return int8::parts_of(left); }
@@ -254,9 +254,9 @@ struct In8Bits {
     template <bool IS_GATED, class Work>
     static void choose_shares(const Work& work) {
 #ifdef WEFT_HAS_AMX_INT8
-        if (int8::use_tiles()) return work(TypeOf<int8::SharesByTiles<IS_GATED, Target<Half>>>{});
+        if (int8::use_tiles()) return work(TypeOf<int8::SharesByTiles<IS_GATED, Target<Number>>>{});
 #endif
-        work(TypeOf<int8::SharesByVectors<IS_GATED, Target<Half>>>{});
+        work(TypeOf<int8::SharesByVectors<IS_GATED, Target<Number>>>{});
     }
 };
 
@@ -264,12 +264,12 @@ class ExpertsIn8Bits final : public ExpertProducts {
   public:
     static int64_t scratch_size(int64_t num_tokens, int64_t num_chosen, const ExpertMatrices& matrices) {
         const int64_t hidden_size = matrices.hidden_size, inner_size = matrices.inner_size;
-        const int64_t of_row = (hidden_size + inner_size) * int64_t(sizeof(Half)) + row_size(hidden_size) + row_size(inner_size) + 2 * int64_t(sizeof(float));
+        const int64_t of_row = (hidden_size + inner_size) * int64_t(sizeof(Number)) + row_size(hidden_size) + row_size(inner_size) + 2 * int64_t(sizeof(float));
         return most_rows(num_tokens, num_chosen, matrices) * of_row;
     }
 
-    ExpertsIn8Bits(Half* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
-        : ExpertProducts(out, x, matrices, num_chosen, static_cast<Half*>(scratch), num_threads),
+    ExpertsIn8Bits(Number* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, void* scratch, int num_threads)
+        : ExpertProducts(out, x, matrices, num_chosen, static_cast<Number*>(scratch), num_threads),
           all_into_(matrices.into, matrices.into_bias, 2 * matrices.inner_size * matrices.num_experts, matrices.hidden_size),
           all_down_(matrices.down, matrices.down_bias, matrices.hidden_size * matrices.num_experts, matrices.inner_size) {
         const int64_t most = most_rows(x.count, num_chosen, matrices);
@@ -296,7 +296,7 @@ class ExpertsIn8Bits final : public ExpertProducts {
     // Bytes of a row that is quantized.
     static int64_t row_size(int64_t num_in) { return int64_t(int8::num_steps(int(num_in))) * int8::Left::ROW_BYTES; }
 
-    static void quantize(const int8::Left& left, int row, const Half* from, int num_in) {
+    static void quantize(const int8::Left& left, int row, const Number* from, int num_in) {
         left.scales[row] = int8::quantize_row(left.row(row), left.step_stride(), from, num_in, int8::use_tiles() ? 0 : 0x80);
         left.finish_row(row);
     }
@@ -314,15 +314,15 @@ class ExpertsIn8Bits final : public ExpertProducts {
 
     void add_products(const Run& run) override {
         const int64_t hidden_size = matrices_.hidden_size, inner_size = matrices_.inner_size;
-        const auto of_expert = [&](const int8::Matrix<Half>& all, int64_t num_out) {
+        const auto of_expert = [&](const int8::Matrix<Number>& all, int64_t num_out) {
             return all.slice(run.expert * num_out / PANEL, num_out / PANEL);
         };
         into_.add({inner_ + run.first_row * inner_size, inner_size}, of_x(run), of_expert(all_into_, 2 * inner_size), num_threads_);
         down_.add({rows_ + run.first_row * hidden_size, hidden_size}, of_inner(run), of_expert(all_down_, hidden_size), num_threads_);
     }
 
-    int8::Matrix<Half> all_into_, all_down_;  // of all experts, one after the other
-    Half* inner_;
+    int8::Matrix<Number> all_into_, all_down_;  // of all experts, one after the other
+    Number* inner_;
     int8_t *quantized_x_, *quantized_inner_;
     float *scales_, *inner_scales_;
     ProductsOfRuns<In8Bits> into_, down_;
@@ -335,16 +335,16 @@ inline int64_t experts_scratch_size(int64_t num_tokens, int64_t num_chosen, cons
 #ifdef WEFT_HAS_INT8
     if (matrices.is_int8) return ExpertsIn8Bits::scratch_size(num_tokens, num_chosen, matrices);
 #endif
-    return ExpertsInHalf::scratch_size(num_tokens, num_chosen, matrices);
+    return ExpertsInNumbers::scratch_size(num_tokens, num_chosen, matrices);
 }
 
 // Scratch: on the boundary of a cache line.
-inline std::unique_ptr<ExpertProducts> make_expert_products(Half* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen,
+inline std::unique_ptr<ExpertProducts> make_expert_products(Number* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen,
                                                             void* scratch, int num_threads) {
 #ifdef WEFT_HAS_INT8
     if (matrices.is_int8) return std::make_unique<ExpertsIn8Bits>(out, x, matrices, num_chosen, scratch, num_threads);
 #endif
-    return std::make_unique<ExpertsInHalf>(out, x, matrices, num_chosen, scratch, num_threads);
+    return std::make_unique<ExpertsInNumbers>(out, x, matrices, num_chosen, scratch, num_threads);
 }
 
 }  // namespace weft

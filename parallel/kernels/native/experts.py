@@ -30,7 +30,7 @@ class NativeExperts:
     """Implements `RoutingExperts`; the weights are laid out where they are, or, in 8 bits, given up.
 
     Args:
-        int8: what multiplies in 8 bits; None: experts stay in 16.
+        int8: what multiplies in 8 bits; None: experts stay in the dtype of the model.
     """
 
     def __init__(

@@ -7,6 +7,10 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+#if WEFT_IS_FLOAT32
+#define FOR_EACH_TYPE(DEFINE) DEFINE(number, Number)
+#else
 #define FOR_EACH_TYPE(DEFINE) \
     DEFINE(float32, float)    \
-    DEFINE(half, Half)
+    DEFINE(number, Number)
+#endif

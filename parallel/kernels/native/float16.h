@@ -1,9 +1,9 @@
-// `Half` as float16 (IEEE 754): widened, and multiplied in float32. In a line of pairs all first numbers come before all second
+// `Number` as float16 (IEEE 754): widened, and multiplied in float32. In a line of pairs all first numbers come before all second
 // ones, so that either half is widened at once.
 
 #pragma once
 
-#include "half_type.h"
+#include "number_type.h"
 
 namespace weft {
 
@@ -33,8 +33,8 @@ inline W narrowed(const F& x) {
     return (finite & ~is_large) | (0x7c00u & is_large) | no_number | ((bits >> 16) & 0x8000u);
 }
 
-inline float to_float(Half x) { return widened<float>(uint32_t(x.bits)); }
-inline void put(Half* place, float x) { place->bits = uint16_t(narrowed<uint32_t>(x)); }
+inline float to_float(Number x) { return widened<float>(uint32_t(x.bits)); }
+inline void put(Number* place, float x) { place->bits = uint16_t(narrowed<uint32_t>(x)); }
 
 #ifdef WEFT_HAS_AVX512
 
@@ -70,8 +70,8 @@ inline Ints pack_two(const Floats& first, const Floats& second) {
 
 #ifdef WEFT_HAS_PAIRS
 
-inline Floats load(const Half* from) { return widened_lanes(from); }
-inline void store(Half* to, const Floats& x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed_lanes(x)); }
+inline Floats load(const Number* from) { return widened_lanes(from); }
+inline void store(Number* to, const Floats& x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed_lanes(x)); }
 inline void round_both(Floats& first, Floats& second) {
     const Ints line = pack_two(first, second);
     first = first_half(line), second = second_half(line);
@@ -80,8 +80,8 @@ inline void round_both(Floats& first, Floats& second) {
 inline Floats load_first_half(const void* line) { return widened_lanes(line); }
 inline Floats load_second_half(const void* line) { return widened_lanes(static_cast<const char*>(line) + 32); }
 
-inline void put_pair(Half* line, int lane, const Half* pair) { line[lane] = pair[0], line[LANES + lane] = pair[1]; }
-inline void take_pair(Half* pair, const Half* line, int lane) { pair[0] = line[lane], pair[1] = line[LANES + lane]; }
+inline void put_lane(Number* line, int lane, const Number* pair) { line[lane] = pair[0], line[LANES + lane] = pair[1]; }
+inline void take_lane(Number* pair, const Number* line, int lane) { pair[0] = line[lane], pair[1] = line[LANES + lane]; }
 
 inline Ints to_line(const Ints& pairs) {
 #ifdef WEFT_HAS_AVX512
@@ -104,8 +104,8 @@ inline Floats add_products(const Floats& sums, const Ints& a, const Ints& b) {
 
 #else
 
-inline Floats load(const Half* from) { return widened<Floats>(load_half_words(&from->bits)); }
-inline void store(Half* to, const Floats& x) { store_half_words(&to->bits, narrowed<Words>(x)); }
+inline Floats load(const Number* from) { return widened<Floats>(load_half_words(&from->bits)); }
+inline void store(Number* to, const Floats& x) { store_half_words(&to->bits, narrowed<Words>(x)); }
 inline void round_both(Floats& first, Floats& second) {
     first = widened<Floats>(narrowed<Words>(first)), second = widened<Floats>(narrowed<Words>(second));
 }

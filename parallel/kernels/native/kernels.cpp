@@ -135,7 +135,8 @@ EXPORT void weft_edit_logits(float* logits, int64_t row_stride, int64_t num_rows
     });
 }
 
-EXPORT int weft_is_float16(void) { return WEFT_IS_FLOAT16; }
+// Of `Number`: 0 for bfloat16, 1 for float16, 2 for float32.
+EXPORT int weft_number(void) { return WEFT_IS_FLOAT32 ? 2 : WEFT_IS_FLOAT16; }
 
 EXPORT int weft_most_rows(void) { return most_rows(); }
 
@@ -145,23 +146,23 @@ EXPORT int weft_has_programs(void) { return 1; }
 
 EXPORT void weft_pack_matrix(void* packed, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {
-        pack_matrix(static_cast<Half*>(packed), static_cast<const Half*>(weight), num_out, num_in, team);
+        pack_matrix(static_cast<Number*>(packed), static_cast<const Number*>(weight), num_out, num_in, team);
     });
 }
 
 template <class Result>
 void multiply_packed(const Result& result, const LeftRows& left, const PackedMatrix& matrix, int num_threads) {
-    static thread_local Buffer<Half> scratch;
-    Half* room = scratch.room(scratch_size(left.count, matrix.num_in));
+    static thread_local Buffer<Number> scratch;
+    Number* room = scratch.room(scratch_size(left.count, matrix.num_in));
     on_team(num_threads, MULTIPLY_SECTIONS, [&](Team& team) { multiply(result, left, matrix, room, team); });
 }
 
 EXPORT void weft_unpack_rows(void* rows, const int64_t* indices, int64_t count, const void* packed, int64_t num_out,
                              int num_in, int num_threads) {
-    const PackedMatrix matrix{static_cast<const Half*>(packed), nullptr, num_out, num_in};
+    const PackedMatrix matrix{static_cast<const Number*>(packed), nullptr, num_out, num_in};
     constexpr int64_t READ = LANES;  // bytes for one of a row
     on_team(threads_for(count * num_in * READ, num_threads), 1, [=](Team& team) {
-        unpack_rows(static_cast<Half*>(rows), indices, count, matrix, team);
+        unpack_rows(static_cast<Number*>(rows), indices, count, matrix, team);
     });
 }
 
@@ -169,33 +170,34 @@ EXPORT void weft_unpack_rows(void* rows, const int64_t* indices, int64_t count, 
 #define DEFINE_PACKED(NAME, T)                                                                                          \
     EXPORT void weft_multiply_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows, const void* packed,  \
                                      const void* bias, int64_t num_out, int num_in, int num_threads) {                  \
-        const PackedMatrix matrix{static_cast<const Half*>(packed), static_cast<const Half*>(bias), num_out, num_in};\
-        const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_rows};                                   \
+        const PackedMatrix matrix{static_cast<const Number*>(packed), static_cast<const Number*>(bias), num_out, num_in};\
+        const LeftRows left{static_cast<const Number*>(x), x_row_stride, num_rows};                                   \
         multiply_packed(Target<T>{static_cast<T*>(out), num_out}, left, matrix, num_threads);                           \
     }
 
-FOR_EACH_TYPE(DEFINE_PACKED)
+DEFINE_PACKED(float32, float)
+DEFINE_PACKED(number, Number)
 
-EXPORT void weft_largest_half(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
+EXPORT void weft_largest_number(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
                                   const void* packed, const void* bias, int64_t num_out, int num_in, int num_threads) {
-    const PackedMatrix matrix{static_cast<const Half*>(packed), static_cast<const Half*>(bias), num_out, num_in};
-    const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_rows};
-    find_largest<Half>(values, indices, num_rows, num_out,
+    const PackedMatrix matrix{static_cast<const Number*>(packed), static_cast<const Number*>(bias), num_out, num_in};
+    const LeftRows left{static_cast<const Number*>(x), x_row_stride, num_rows};
+    find_largest<Number>(values, indices, num_rows, num_out,
                            [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });
 }
 
 EXPORT void weft_multiply_heads(void* out, int64_t out_token_stride, int64_t out_head_stride, const void* x, int64_t x_token_stride,
                                 int64_t x_head_stride, int num_tokens, int num_heads, const void* packed, int64_t num_out, int num_in,
                                 int num_threads) {
-    const Heads<Half> to{static_cast<Half*>(out), out_token_stride, out_head_stride};
-    const Heads<const Half> from{static_cast<const Half*>(x), x_token_stride, x_head_stride};
-    const PackedMatrix first{static_cast<const Half*>(packed), nullptr, num_out, num_in};
+    const Heads<Number> to{static_cast<Number*>(out), out_token_stride, out_head_stride};
+    const Heads<const Number> from{static_cast<const Number*>(x), x_token_stride, x_head_stride};
+    const PackedMatrix first{static_cast<const Number*>(packed), nullptr, num_out, num_in};
     const ProductsOfHeads products(to, from, num_tokens, num_heads, first, num_threads);
     on_team(num_threads, ProductsOfHeads::SECTIONS, [&](Team& team) { products.run(team); });
 }
 
 EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_stride, int num_rows, int num_threads) {
-    TableSearch search(*table, {static_cast<const Half*>(x), x_row_stride, num_rows}, num_threads);
+    TableSearch search(*table, {static_cast<const Number*>(x), x_row_stride, num_rows}, num_threads);
     on_team(num_threads, TableSearch::SECTIONS, [&](Team& team) { search.run(team); });
     search.write();
 }
@@ -203,12 +205,12 @@ EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_s
 std::unique_ptr<ExpertProducts> make_products(void* out, const LeftRows& x, const ExpertMatrices& matrices, int64_t num_chosen, int num_threads) {
     static thread_local Buffer<char> scratch;
     void* room = scratch.room(size_t(experts_scratch_size(x.count, num_chosen, matrices)));
-    return make_expert_products(static_cast<Half*>(out), x, matrices, num_chosen, room, num_threads);
+    return make_expert_products(static_cast<Number*>(out), x, matrices, num_chosen, room, num_threads);
 }
 
 EXPORT void weft_run_experts(void* out, const void* x, int64_t x_row_stride, int num_tokens, const int64_t* experts, const float* weights,
                              int64_t num_chosen, const ExpertMatrices* matrices, int num_threads) {
-    const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_tokens};
+    const LeftRows left{static_cast<const Number*>(x), x_row_stride, num_tokens};
     const auto products = make_products(out, left, *matrices, num_chosen, num_threads);
     products->set_chosen(experts, weights);
     on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) { products->run(team); });
@@ -216,16 +218,16 @@ EXPORT void weft_run_experts(void* out, const void* x, int64_t x_row_stride, int
 
 EXPORT void weft_choose_and_run_experts(void* out, const void* x, int64_t x_row_stride, int num_tokens, const void* logits,
                                         int64_t logits_row_stride, const ExpertLayer* layer, int num_threads) {
-    const LeftRows left{static_cast<const Half*>(x), x_row_stride, num_tokens};
+    const LeftRows left{static_cast<const Number*>(x), x_row_stride, num_tokens};
     const auto products = make_products(out, left, layer->matrices, layer->choice.num_chosen, num_threads);
     on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) {
-        products->choose(static_cast<const Half*>(logits), logits_row_stride, layer->choice, team);
+        products->choose(static_cast<const Number*>(logits), logits_row_stride, layer->choice, team);
         products->run(team);
     });
 }
 
 EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
-    Program<Half> program(operations, count, *step);
+    Program<Number> program(operations, count, *step);
     on_team(step->num_threads, program.num_sections(), [&](Team& team) { program.run(team); });
     program.write_found();
 }
@@ -255,7 +257,7 @@ EXPORT int weft_most_sifted_rows(void) { return most_sifted_rows(); }
 
 EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, int num_in, int num_threads) {
     on_team(num_threads, 1, [=](Team& team) {
-        make_screen(Screen(screen, num_out, num_in), static_cast<const Half*>(weight), num_out, num_in, team);
+        make_screen(Screen(screen, num_out, num_in), static_cast<const Number*>(weight), num_out, num_in, team);
     });
 }
 
@@ -264,7 +266,7 @@ EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, 
 EXPORT void weft_sift_table(const Table* table, float* out, const int32_t* numbers, const void* x, int64_t x_row_stride, int num_rows,
                             int num_threads) {
     const PackedMatrix packed{table->values, nullptr, table->num_out, table->num_in};
-    ScreenedSearch search({static_cast<const Half*>(x), x_row_stride, num_rows}, packed,
+    ScreenedSearch search({static_cast<const Number*>(x), x_row_stride, num_rows}, packed,
                           Screen(table->screen, table->num_out, table->num_in), table->noise, table->edits, numbers);
     on_team(num_threads, SIFT_SECTIONS, [&](Team& team) { search.run(Sifted{out, table->num_out}, team); });
 }

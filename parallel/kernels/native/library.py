@@ -15,6 +15,7 @@ import torch
 from parallel.description import Activation
 from parallel.errors import DeviceError
 from parallel.kernels.host_arrays import Int32Array
+from parallel.kernels.native.build import NUMBERS, build_library
 from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
 
 LANES = 16
@@ -35,6 +36,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "write_cache": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int),
     "write_cache_int8": (*(c_void_p,) * 4, c_int64, c_int64, c_void_p, *(c_int64,) * 4, c_int),
 }
+
+
+def build_for(dtype: torch.dtype) -> Path:
+    """The library for models that compute in `dtype`; see `build_library`."""
+    return build_library(numbers=str(dtype).removeprefix("torch."))
 
 
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.GELU, Activation.RELU)
@@ -277,7 +283,7 @@ class Programs:
     """Products with packed matrices, and whole programs; where the CPU has vectors for them."""
 
     dtype: torch.dtype
-    """Of all numbers: bfloat16 or float16, as the library was compiled."""
+    """Of all numbers: bfloat16, float16 or float32, as the library was compiled."""
     pack_matrix: Callable[..., None]
     unpack_rows: Callable[..., None]
     multiply: Callable[..., None]
@@ -335,13 +341,13 @@ def load_programs(library: Path) -> Programs | None:
         return None
     most_screened_rows = loaded.weft_most_screened_rows()
     return Programs(
-        dtype=_half(loaded),
+        dtype=_number(loaded),
         pack_matrix=_function(loaded, "weft_pack_matrix", (c_void_p, c_void_p, c_int64, c_int, c_int)),
         unpack_rows=_function(
             loaded, "weft_unpack_rows", (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)
         ),
-        multiply=_function(loaded, "weft_multiply_half", _PRODUCT),
-        largest=_function(loaded, "weft_largest_half", (c_void_p, *_PRODUCT)),
+        multiply=_function(loaded, "weft_multiply_number", _PRODUCT),
+        largest=_function(loaded, "weft_largest_number", (c_void_p, *_PRODUCT)),
         multiply_float32=_function(loaded, "weft_multiply_float32", _PRODUCT),
         multiply_heads=_function(
             loaded,
@@ -375,7 +381,7 @@ def load_programs(library: Path) -> Programs | None:
         can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),
         start=_function(loaded, "weft_start", (c_void_p, c_int, c_void_p), c_void_p),
         finish=_function(loaded, "weft_finish", (c_void_p,)),
-        has_dot_products=_has_dot_products(loaded, "half"),
+        has_dot_products=_has_dot_products(loaded, "number"),
     )
 
 
@@ -419,12 +425,13 @@ def _load(library: Path) -> ctypes.CDLL:
         raise DeviceError(f"cannot load {library}: {error}") from error
 
 
-def _half(library: ctypes.CDLL) -> torch.dtype:
-    return torch.float16 if library.weft_is_float16() else torch.bfloat16
+def _number(library: ctypes.CDLL) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, NUMBERS[library.weft_number()])
+    return dtype
 
 
 def _names(library: ctypes.CDLL) -> dict[torch.dtype, str]:
-    return {torch.float32: "float32", _half(library): "half"}
+    return {torch.float32: "float32"} | {_number(library): "number"}
 
 
 def _function(

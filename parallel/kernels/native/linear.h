@@ -17,7 +17,7 @@ void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in
     static_assert(ROWS * OUTS == LANES);
     Floats totals[LANES] = {};
     int i = 0;
-#ifdef WEFT_HAS_PAIRS
+#ifdef WEFT_HAS_PAIRS_IN_LINES
     if constexpr (sizeof(T) == 2)
         for (; i + 2 * LANES <= num_in; i += 2 * LANES)
 #pragma GCC unroll 16  // else GCC keeps the sums in memory

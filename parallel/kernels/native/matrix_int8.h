@@ -227,7 +227,7 @@ class SharesByVectors {
             const char* row = reinterpret_cast<const char*>(left_.row(share.row + first));
             parts_.push_back({row, Left::ROW_BYTES, left_.step_stride(), count});
         });
-        multiply_parts_by_vectors<IS_GATED>(out, share.row, parts_, products_, share.begin, share.end, following, is_streamed_);
+        multiply_by_vectors<IS_GATED>(out, share.row, parts_, products_, parts_of(left_), share.begin, share.end, following, is_streamed_);
         result_.finish(out, share.rows, share.end);
     }
 

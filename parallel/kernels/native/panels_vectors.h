@@ -7,6 +7,7 @@
 //     Sum, Vector             a sum, and 16 of them
 //     LEFT_BYTES              that a row has for each four of an output
 //     PARTS                   in which these are multiplied, one part after the other
+//     IN_PARTS                whether panels may pass in parts
 //     left<PART>(from)        those of a row, in all lanes
 //     right<PART>(from)       four bytes of each of 16 outputs
 //     add(sums, left, right)  adds their products
@@ -37,6 +38,7 @@ inline int num_passes(int num_rows) { return num_rows > MOST_WHOLE_ROWS ? 2 : 1;
 struct Alike {
     using Vector = Ints;
     static constexpr int LEFT_BYTES = 4, PARTS = 1;
+    static constexpr bool IN_PARTS = false;
 
     template <int PART>
     static Ints left(const char* from) {
@@ -57,6 +59,7 @@ struct FoursAsPairs {
     using Sum = int32_t;
     using Vector = Ints;
     static constexpr int LEFT_BYTES = 4, PARTS = 2;
+    static constexpr bool IN_PARTS = false;
 
     template <int PART>
     static Ints left(const char* from) {
@@ -90,16 +93,21 @@ struct Far {
     const char* following;  // passes after it
     Ahead* ahead;
 
-    static constexpr bool IS_FAR = true, PASSES_ONCE = false;
+    static constexpr bool IS_FAR = true, PASSES_ONCE = false, is_begun = false;
     static constexpr int64_t RUN = RUN_BYTES;
     Lines take() const { return ahead->take(); }
+};
+
+// A part of one, whose sums may have been begun.
+struct PartOfFar : Far {
+    bool is_begun;
 };
 
 // One that comes from memory and is not wanted again.
 struct Passing {
     const char* following;
 
-    static constexpr bool IS_FAR = true, PASSES_ONCE = true;
+    static constexpr bool IS_FAR = true, PASSES_ONCE = true, is_begun = false;
     static constexpr int64_t RUN = RUN_BYTES;
     static Lines take() { return {}; }
 };
@@ -107,7 +115,7 @@ struct Passing {
 // What is no panel, but as two tiles are.
 struct Close {
     static constexpr const char* following = nullptr;
-    static constexpr bool IS_FAR = false, PASSES_ONCE = false;
+    static constexpr bool IS_FAR = false, PASSES_ONCE = false, is_begun = false;
     static constexpr int64_t RUN = 64;
     static Lines take() { return {}; }
 };
@@ -139,6 +147,12 @@ struct Totals {
         }
     }
 
+    void read(const typename Numbers::Sum* from, int64_t stride) {
+#pragma GCC unroll 16
+        for (int i = 0; i < NUM_ROWS; i++, from += stride)
+            for (int j = 0; j < WIDTH; j++) sums[i][j] = bit_cast<typename Numbers::Vector>(load_bits(from + j * LANES));
+    }
+
     void write(typename Numbers::Sum* to, int64_t stride) const {
 #pragma GCC unroll 16
         for (int i = 0; i < NUM_ROWS; i++, to += stride)
@@ -146,14 +160,16 @@ struct Totals {
     }
 };
 
-// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL]. ROW_STRIDE: of the left side, where it is known now; else 0.
+// NUM_ROWS rows times 32 outputs: the sums [rows][PANEL]. ROW_STRIDE: of the left side, where it is known now; else 0. A function of
+// its own, whatever is around it: else GCC may keep sums in memory for want of registers.
 template <class Numbers, int NUM_ROWS, int64_t ROW_STRIDE, class Place>
-void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left,
+__attribute__((noinline)) void multiply_so_many_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left,
                               const RightVectors& right, const Place& place, int num_steps) {
     constexpr int WIDTH = NUM_ROWS > MOST_WHOLE_ROWS ? 1 : 2;
     const int64_t row_stride = ROW_STRIDE ? ROW_STRIDE : left.row_stride, to_second = right.second;
     for (int first_output = 0; first_output < PANEL; first_output += WIDTH * LANES) {
         Totals<Numbers, NUM_ROWS, WIDTH> totals;
+        if (place.is_begun) totals.read(sums + first_output, sums_stride);
         const char *row = left.first, *values = right.first + first_output / LANES * to_second;
         for (int step = 0; step < num_steps; step++, values += right.step_stride, row += left.step_stride) {
             const int later = step + VECTOR_PREFETCH - num_steps;
@@ -207,11 +223,11 @@ void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const Le
     if constexpr (MOST > 1) multiply_vectors<Numbers, MOST - 1>(sums, sums_stride, left, right, place, num_steps);
 }
 
-// Calls work(first row, rows) for parts of some rows, about equally many in each that is of the same block.
+// Calls work(first row, rows) for parts of some rows, about equally many in each that is of the same block of `most`.
 template <class Work>
-void for_each_part(int num_rows, const Work& work) {
-    for (int block = 0; block < num_rows; block += ROWS) {
-        const int rows = std::min(ROWS, num_rows - block), num_parts = int(divide_up(rows, MOST_VECTOR_ROWS));
+void for_each_part(int num_rows, const Work& work, int most = ROWS) {
+    for (int block = 0; block < num_rows; block += most) {
+        const int rows = std::min(most, num_rows - block), num_parts = int(divide_up(rows, MOST_VECTOR_ROWS));
         for (int part = 0; part < num_parts; part++) {
             const int first = rows * part / num_parts;
             work(block + first, rows * (part + 1) / num_parts - first);
@@ -219,40 +235,54 @@ void for_each_part(int num_rows, const Work& work) {
     }
 }
 
-// Rows from `row` on, by parts, times panels [begin, end) of the result. A panel passes for each part, and meanwhile the next one comes
-// to the second-level cache, an equal part of it each time.
+// Rows from `first_row` on, some at a time, times panels [begin, end) of the result. A panel passes for each of these, or one part
+// of it does and then the next, and meanwhile the next panel comes to the second-level cache, an equal part of it each time.
 template <bool IS_GATED, class Product>
-void multiply_parts_by_vectors(const Target<typename Product::Value>& out, int first_row, const std::vector<LeftVectors>& parts,
-                               const Product& product, int64_t begin, int64_t end, int64_t following, bool is_streamed) {
+void multiply_by_vectors(const Target<typename Product::Value>& out, int first_row, const std::vector<LeftVectors>& rows, const Product& product,
+                         Parts parts, int64_t begin, int64_t end, int64_t following, bool is_streamed) {
     using Numbers = typename Product::Numbers;
-    alignas(64) typename Product::Sum sums[MOST_VECTOR_ROWS * PANEL];
-    alignas(64) float gates[MOST_VECTOR_ROWS * PANEL];
-    int num_asks = 0;
-    const int num_steps = product.num_steps();
-    for (const LeftVectors& left : parts) num_asks += num_steps * num_passes(left.num_rows);
+    using Sum = typename Product::Sum;
+    static thread_local Buffer<Sum> sums_buffer;
+    static thread_local Buffer<float> gates_buffer;
+    const int num_steps = parts.num_steps;
+    int num_asks = 0, num_rows = 0;
+    for (const LeftVectors& some : rows) num_asks += num_steps * num_passes(some.num_rows), num_rows += some.num_rows;
+    Sum* const sums = sums_buffer.room(size_t(num_rows) * PANEL);
+    float* const gates = IS_GATED ? gates_buffer.room(size_t(num_rows) * PANEL) : nullptr;
+    const auto multiply = [&](int64_t panel, int64_t next, int64_t out_panel, auto writer) {
+        Ahead ahead(product.panel(next), num_steps, num_asks);
+        for (int step = 0; step < num_steps; step += parts.size) {
+            const int count = std::min(parts.size, num_steps - step);
+            const char* const values = product.panel(panel) + step * STEP_BYTES;
+            const char* const after = step + count < num_steps ? values + count * STEP_BYTES : product.panel(next);
+            int row = 0;
+            for (const LeftVectors& some : rows) {
+                Sum* const to = sums + row * PANEL;
+                if (num_asks == num_steps) {
+                    multiply_vectors<Numbers>(to, PANEL, some, {values}, Passing{after}, num_steps);
+                } else {
+                    const LeftVectors left{some.first + step * some.step_stride, some.row_stride, some.step_stride, some.num_rows};
+                    const Far far{&some != &rows.back() ? values : after, &ahead};
+                    if constexpr (Numbers::IN_PARTS)
+                        multiply_vectors<Numbers>(to, PANEL, left, {values}, PartOfFar{far, step > 0}, count);
+                    else
+                        multiply_vectors<Numbers>(to, PANEL, left, {values}, far, count);
+                }
+                if (step + count == num_steps) {
+                    writer.begin(first_row + row, some.num_rows, panel, out_panel, to);
+                    writer.write(some.num_rows);
+                }
+                row += some.num_rows;
+            }
+        }
+    };
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t next = panel + 1 < end ? panel + 1 : following, ups = panel + product.num_out() / 2 / PANEL;
-        Ahead ahead(product.panel(next), num_steps, num_asks), ahead_ups(product.panel(next + ups - panel), num_steps, num_asks);
-        int row = first_row;
-        for (const LeftVectors& left : parts) {
-            const auto multiply = [&](int64_t current, int64_t after, Ahead& meanwhile) {
-                const char *values = product.panel(current), *following = product.panel(after);
-                if (num_asks == num_steps) return multiply_vectors<Numbers>(sums, PANEL, left, {values}, Passing{following}, num_steps);
-                multiply_vectors<Numbers>(sums, PANEL, left, {values}, Far{following, &meanwhile}, num_steps);
-            };
-            const int count = left.num_rows;
-            const int64_t after = &left != &parts.back() ? panel : next;
-            if (IS_GATED) {
-                multiply(panel, ups, ahead);
-                Writer<Becomes::GATES, Product> writer(product, out, row, gates, false);
-                writer.begin(row, count, panel, panel, sums);
-                writer.write(count);
-            }
-            multiply(IS_GATED ? ups : panel, after, IS_GATED ? ahead_ups : ahead);
-            Writer<IS_GATED ? Becomes::GATED : Becomes::RESULT, Product> writer(product, out, row, gates, is_streamed);
-            writer.begin(row, count, IS_GATED ? ups : panel, panel, sums);
-            writer.write(count);
-            row += count;
+        if (IS_GATED) {
+            multiply(panel, ups, panel, Writer<Becomes::GATES, Product>(product, out, first_row, gates, false));
+            multiply(ups, next, panel, Writer<Becomes::GATED, Product>(product, out, first_row, gates, is_streamed));
+        } else {
+            multiply(panel, next, panel, Writer<Becomes::RESULT, Product>(product, out, first_row, nullptr, is_streamed));
         }
     }
     if (is_streamed) _mm_sfence();  // before others are told that it is done

@@ -11,14 +11,14 @@
 
 namespace weft {
 
-// Some products of rows with matrices of one size that lie one after the other. Numbers: InHalf, or In8Bits of experts.h.
+// Some products of rows with matrices of one size that lie one after the other. Numbers: InNumbers, or In8Bits of experts.h.
 template <class Numbers>
 class ProductsOfRuns {
     using Left = typename Numbers::Left;
     using Matrix = typename Numbers::Matrix;
 
   public:
-    void add(const Target<Half>& out, const Left& left, const Matrix& matrix, int num_threads) {
+    void add(const Target<Number>& out, const Left& left, const Matrix& matrix, int num_threads) {
         const Shares shares(Numbers::num_rows(left), Numbers::parts_of(left, matrix), out.num_out, num_threads);
         products_.push_back({out, left, matrix, shares, num_shares_});
         num_shares_ += shares.count;
@@ -31,7 +31,7 @@ class ProductsOfRuns {
 
   private:
     struct Product {
-        Target<Half> out;
+        Target<Number> out;
         Left left;
         Matrix matrix;
         Shares shares;
@@ -70,20 +70,20 @@ struct TypeOf {
     using Type = T;
 };
 
-struct InHalf {
+struct InNumbers {
     using Left = LeftRows;
     using Matrix = PackedMatrix;
 
     static int num_rows(const Left& left) { return left.count; }
-    static Parts parts_of(const Left& left, const Matrix& matrix) { return weft::parts_of(left.is_packed, matrix.num_in); }
+    static Parts parts_of(const Left& left, const Matrix& matrix) { return weft::parts_of(left, matrix.num_in); }
     static int64_t panel_size(const Matrix& matrix) { return int64_t(PANEL) * matrix.num_in; }
 
     template <bool IS_GATED, class Work>
     static void choose_shares(const Work& work) {
 #ifdef WEFT_HAS_AMX
-        if (may_use_tiles()) return work(TypeOf<SharesByTiles<IS_GATED, Target<Half>>>{});
+        if (may_use_tiles()) return work(TypeOf<SharesByTiles<IS_GATED, Target<Number>>>{});
 #endif
-        work(TypeOf<SharesByVectors<IS_GATED, Target<Half>>>{});
+        work(TypeOf<SharesByVectors<IS_GATED, Target<Number>>>{});
     }
 };
 
@@ -99,9 +99,9 @@ class ProductsOfHeads {
   public:
     static constexpr int SECTIONS = 2;
 
-    ProductsOfHeads(const Heads<Half>& out, const Heads<const Half>& x, int num_tokens, int num_heads, const PackedMatrix& first, int num_threads)
+    ProductsOfHeads(const Heads<Number>& out, const Heads<const Number>& x, int num_tokens, int num_heads, const PackedMatrix& first, int num_threads)
         : num_heads_(num_tokens ? num_heads : 0), num_in_(first.num_in), is_packed_(needs_packing(num_tokens)), packed_size_(scratch_size(num_tokens, num_in_)) {
-        static thread_local Buffer<Half> scratch;
+        static thread_local Buffer<Number> scratch;
         packed_ = scratch.room(size_t(num_heads_ * packed_size_));
         for (int head = 0; head < num_heads_; head++) {
             const LeftRows& rows = rows_.emplace_back(LeftRows{x.x + head * x.head_stride, x.token_stride, num_tokens});
@@ -126,9 +126,9 @@ class ProductsOfHeads {
     const int num_heads_, num_in_;
     const bool is_packed_;
     const int64_t packed_size_;
-    Half* packed_ = nullptr;
+    Number* packed_ = nullptr;
     std::vector<LeftRows> rows_;  // of each head
-    ProductsOfRuns<InHalf> products_;
+    ProductsOfRuns<InNumbers> products_;
 };
 
 }  // namespace weft

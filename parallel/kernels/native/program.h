@@ -86,7 +86,7 @@ template <class T>
 class Program {
   public:
     Program(const Operation* operations, int count, const Step& step) : operations_(operations), count_(count), step_(step) {
-        static thread_local Buffer<Half> scratch;
+        static thread_local Buffer<Number> scratch;
         int64_t most = 0;
         for (int i = 0; i < count; i++)
             if (is_product(operations[i])) most = std::max(most, scratch_size(step.num_tokens, operations[i].num_in));
@@ -316,7 +316,7 @@ class Program {
     const Step& step_;
     int num_whole_ = count_;      // operations that have all tokens
     std::set<int> kept_buffers_;  // that the others read
-    Half* packed_[2] = {};
+    Number* packed_[2] = {};
     std::vector<char> is_packed_;  // the result of each operation
     std::deque<AttentionPlan> plans_;
     std::map<std::pair<const StepLayout*, int>, AttentionPlan*> plan_of_;
@@ -338,7 +338,7 @@ class StartedProgram {
 
   private:
     const Step step_;
-    Program<Half> program_;
+    Program<Number> program_;
     StartedTeam team_;  // the last one: it begins at once
 };
 

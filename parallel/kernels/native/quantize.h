@@ -36,9 +36,9 @@ inline float largest_magnitude(const T* x, int64_t size) {
     return bit_cast<float>(std::max(largest(most), bit_cast<int32_t>(LEAST)));
 }
 
-#ifdef WEFT_HAS_AVX512
+#if defined(WEFT_HAS_AVX512) && !WEFT_IS_FLOAT32
 // Twice as many at a time.
-inline float largest_magnitude(const Half* x, int64_t size) {
+inline float largest_magnitude(const Number* x, int64_t size) {
     __m512i most = _mm512_setzero_si512();
     const __m512i mask = _mm512_set1_epi16(0x7fff);
     for (int64_t i = 0; i < size; i += 32) {

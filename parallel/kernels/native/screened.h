@@ -70,8 +70,8 @@ inline double norm(const float* x, int size) {
     return std::sqrt(double(sum(squares)));
 }
 
-inline void make_screen(const Screen& screen, const Half* weight, int64_t num_out, int num_in, Team& team) {
-    const int8::Matrix<Half> matrix(screen.matrix.values, nullptr, num_out, num_in);
+inline void make_screen(const Screen& screen, const Number* weight, int64_t num_out, int num_in, Team& team) {
+    const int8::Matrix<Number> matrix(screen.matrix.values, nullptr, num_out, num_in);
     team.for_each(num_out / PANEL, [=](int64_t panel) {
         static thread_local Buffer<int8_t> integers;
         static thread_local Buffer<float> rests;
@@ -268,7 +268,7 @@ class ScreenedSearch {
     }
 
     int64_t panels() const { return packed_.num_out / PANEL; }
-    const Half* x(int row) const { return left_.x + row * left_.stride; }
+    const Number* x(int row) const { return left_.x + row * left_.stride; }
 
     void quantize(int row) {
         static thread_local Buffer<float> rests;
@@ -295,10 +295,10 @@ class ScreenedSearch {
 
     template <class Result>
     void make_certain(const Result& result, const std::vector<int>& open, int64_t panel) const {
-        static thread_local Buffer<Half> room;
+        static thread_local Buffer<Number> room;
         static thread_local Buffer<float> room_for_outputs;
         const int num_in = packed_.num_in, count = int(open.size());
-        Half* const rows = room.room(size_t(count * num_in + scratch_size(count, num_in)));
+        Number* const rows = room.room(size_t(count * num_in + scratch_size(count, num_in)));
         float* const outputs = room_for_outputs.room(size_t(count) * PANEL);
         for (int i = 0; i < count; i++) std::copy_n(x(open[i]), num_in, rows + i * num_in);
         const PackedMatrix one{packed_.values + panel * PANEL * num_in, nullptr, PANEL, num_in};

@@ -14,7 +14,7 @@ namespace weft {
 
 // What is searched, and where what is found goes; mirrored by ctypes in library.py.
 struct Table {
-    const Half* values;  // packed
+    const Number* values;  // packed
     void* screen;            // a copy of it in 8 bits; null where there is none
     int64_t num_out;
     int32_t num_in;
@@ -49,7 +49,7 @@ class TableSearch {
         }
 #endif
         static_assert(MULTIPLY_SECTIONS <= SECTIONS);
-        static thread_local Buffer<Half> scratch;
+        static thread_local Buffer<Number> scratch;
         scratch_ = scratch.room(scratch_size(left.count, table.num_in));
     }
 
@@ -77,7 +77,7 @@ class TableSearch {
     const LeftRows left_;
     const PackedMatrix packed_;
     Largest<float> found_;
-    Half* scratch_ = nullptr;
+    Number* scratch_ = nullptr;
 #ifdef WEFT_HAS_SCREEN
     std::unique_ptr<ScreenedSearch> screened_;
     Sifted sifted_{};

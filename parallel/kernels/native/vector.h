@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "half.h"
+#include "number.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -77,7 +77,8 @@ inline void store_two(float* to, Floats first, Floats second, bool is_streamed) 
     store(to + LANES, second);
 }
 
-inline void store_two(Half* to, Floats first, Floats second, [[maybe_unused]] bool is_streamed) {
+#if !WEFT_IS_FLOAT32
+inline void store_two(Number* to, Floats first, Floats second, [[maybe_unused]] bool is_streamed) {
 #ifdef WEFT_HAS_PAIRS
     const Ints both = pack_two(first, second);
     if (is_streamed) return stream(to, both);
@@ -87,11 +88,14 @@ inline void store_two(Half* to, Floats first, Floats second, [[maybe_unused]] bo
     store(to + LANES, second);
 #endif
 }
+#endif
 
 // As they are when they have been stored as T.
 template <class T>
-inline void round_two(Floats& first, Floats& second) {
-    if (sizeof(T) == sizeof(Half)) round_both(first, second);
+inline void round_two([[maybe_unused]] Floats& first, [[maybe_unused]] Floats& second) {
+#if !WEFT_IS_FLOAT32
+    if (sizeof(T) == sizeof(Number)) round_both(first, second);
+#endif
 }
 
 // e^x to 2 units in the last place; 0 below -87, and at most e^88. Split as 2^n e^r with |r| <= ln(2) / 2

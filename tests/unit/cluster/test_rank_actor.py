@@ -145,10 +145,10 @@ async def test_group_without_its_other_ranks_fails_but_may_be_tried_again(
 async def test_rank_whose_kernels_could_not_be_compiled_tells_why(
     folder: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**_: bool) -> Path:
+    def refuse(_: torch.dtype) -> Path:
         raise DeviceError("no C++ compiler")
 
-    monkeypatch.setattr("parallel.kernels.cpu_native.build_library", refuse)
+    monkeypatch.setattr("parallel.kernels.cpu_native.build_for", refuse)
     rank = actor(folder)
     monkeypatch.setattr(rank, "_place", lambda: RankPlace(node="10.0.0.0", pid=1))
     ended = asyncio.create_task(run(rank))

@@ -13,9 +13,11 @@ from parallel.kernels.native import build
 from parallel.kernels.native.library import Operations, load_operations
 
 
-@pytest.fixture(params=[None, torch.bfloat16, torch.float16], ids=["torch", "native", "native-float16"], scope="module")
+@pytest.fixture(
+    scope="module", params=[None, torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: dtype or "torch"
+)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Those in plain torch, and the compiled ones of each type of 16 bits where there is a compiler."""
+    """Those in plain torch, and the compiled ones for each type of numbers where there is a compiler."""
     if request.param is None:
         return CpuKernels()
     _require_compiler()
@@ -32,14 +34,12 @@ _LESSER_CPUS = {
 """How to compile for a CPU that has not this feature, nor those before it."""
 
 
-@pytest.fixture(scope="module", params=[None, "float16", *_LESSER_CPUS])
+@pytest.fixture(scope="module", params=[*build.NUMBERS, *_LESSER_CPUS])
 def library(request: pytest.FixtureRequest) -> Path:
-    """The compiled ones: for this CPU, in bfloat16 or float16, and for CPUs that have ever less; all stay in the user's
-    cache.
-    """
+    """The compiled ones for each type of numbers, and for CPUs that have ever less; they stay in the user's cache."""
     _require_compiler()
-    if request.param in (None, "float16"):
-        return build.build_library(is_float16=request.param is not None)
+    if request.param in build.NUMBERS:
+        return build.build_library(numbers=request.param)
     if request.param not in build.cpu_features().split():
         pytest.skip(f"as without {request.param}: this CPU has none")
     with pytest.MonkeyPatch.context() as patch:
@@ -54,16 +54,17 @@ def operations(library: Path) -> dict[torch.dtype, Operations]:
 
 
 @pytest.fixture(scope="module")
-def half(operations: dict[torch.dtype, Operations]) -> torch.dtype:
-    """Its type of 16 bits."""
-    (half,) = operations.keys() - {torch.float32}
-    return half
+def number(operations: dict[torch.dtype, Operations]) -> torch.dtype:
+    """What it is compiled for."""
+    return next(iter(operations.keys() - {torch.float32}), torch.float32)
 
 
-@pytest.fixture(params=["float32", "half"])
-def dtype(request: pytest.FixtureRequest, half: torch.dtype) -> torch.dtype:
+@pytest.fixture(params=["number", "float32"])
+def dtype(request: pytest.FixtureRequest, number: torch.dtype) -> torch.dtype:
     """Each dtype that the library has."""
-    return torch.float32 if request.param == "float32" else half
+    if request.param == "number":
+        return number
+    return torch.float32 if number is not torch.float32 else pytest.skip("what it is compiled for")
 
 
 def _require_compiler() -> None:

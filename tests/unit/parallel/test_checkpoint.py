@@ -557,7 +557,12 @@ class _FakeDevice:
         return {torch.bfloat16: torch.float16, torch.float16: torch.float32}.get(checkpoint_dtype, checkpoint_dtype)
 
 
-OWN = frozenset((torch.bfloat16, torch.float16))
+def _any(_: torch.dtype) -> bool:
+    return True
+
+
+def _none(_: torch.dtype) -> bool:
+    return False
 
 
 def _set_config(folder: Path, **values: str | None) -> None:
@@ -571,17 +576,17 @@ def _set_config(folder: Path, **values: str | None) -> None:
 def test_auto_dtype_is_what_the_device_makes_of_the_config(folder: Path, key: str) -> None:
     _set_config(folder, **{key: "bfloat16"})
     assert checkpoint_dtype(folder) == torch.bfloat16
-    assert resolve_dtype("auto", folder, _FakeDevice(), multiplied=()) == torch.float16  # type: ignore[arg-type]
+    assert resolve_dtype("auto", folder, _FakeDevice(), multiplies=_none) == torch.float16  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 def test_auto_dtype_stays_that_which_the_kernels_multiply_themselves(folder: Path, name: str) -> None:
     _set_config(folder, dtype=name)
-    assert resolve_dtype("auto", folder, _FakeDevice(), multiplied=OWN) == DTYPES[name]  # type: ignore[arg-type]
+    assert resolve_dtype("auto", folder, _FakeDevice(), multiplies=_any) == DTYPES[name]  # type: ignore[arg-type]
 
 
 def test_dtype_is_chosen_by_what_the_kernels_multiply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.kernels.select.own_products", lambda _, name: OWN if name == "cpu-native" else ())
+    monkeypatch.setattr("parallel.kernels.select.multiplies", lambda *args: args[2] == "cpu-native")
     _set_config(folder, dtype="bfloat16")
     device = _FakeDevice()
     assert choose_dtype("auto", folder, device, "cpu-native") == torch.bfloat16  # type: ignore[arg-type]
@@ -594,12 +599,12 @@ def test_auto_dtype_without_config_is_that_of_the_weights(folder: Path) -> None:
 
 
 def test_named_dtype_wins(folder: Path) -> None:
-    assert resolve_dtype("bfloat16", folder, _FakeDevice(), multiplied=()) == torch.bfloat16  # type: ignore[arg-type]
+    assert resolve_dtype("bfloat16", folder, _FakeDevice(), multiplies=_none) == torch.bfloat16  # type: ignore[arg-type]
 
 
 def test_unknown_dtypes_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype is 'int8'; allowed: auto, float32, float16, bfloat16"):
-        resolve_dtype("int8", folder, _FakeDevice(), multiplied=())  # type: ignore[arg-type]
+        resolve_dtype("int8", folder, _FakeDevice(), multiplies=_none)  # type: ignore[arg-type]
     _set_config(folder, torch_dtype="float8")
     with pytest.raises(ConfigError, match=r"config\.json: torch_dtype is 'float8'; allowed: float32"):
         checkpoint_dtype(folder)

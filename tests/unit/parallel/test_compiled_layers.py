@@ -191,8 +191,10 @@ def compiled(decoder: Decoder) -> CompiledLayers:
         (False, True, torch.bfloat16),
         (False, False, torch.float16),
         (True, True, torch.float16),
+        (False, False, torch.float32),
+        (True, True, torch.float32),
     ],
-    ids=["bfloat16", "int8", "int8-cache", "float16", "float16-int8"],
+    ids=["bfloat16", "int8", "int8-cache", "float16", "float16-int8", "float32", "float32-int8"],
 )
 def test_compiled_layers_give_the_same_bits(
     name: str, recorded: int, int8_linears: bool, int8_cache: bool, dtype: torch.dtype, tmp_path: Path
@@ -391,11 +393,11 @@ def test_a_part_of_each_head_is_no_run_of_columns() -> None:
             tape.read(part)
 
 
-def test_float32_is_left_alone(tmp_path: Path) -> None:
+def test_another_dtype_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_random_model(folder, CONFIG, 0, torch.float32)
     mesh = Mesh(tp=Axis(size=1, rank=0), pp=Axis(size=1, rank=0))
-    decoder = load_decoder(folder, mesh=mesh, device=CPU, dtype=torch.float32, kernels=build())
+    decoder = load_decoder(folder, mesh=mesh, device=CPU, dtype=torch.float32, kernels=build(dtype=torch.bfloat16))
     meta = make_meta([(5, 40)], block_size=BLOCK_SIZE, num_blocks=40)
     memories = [torch.zeros(40 * BLOCK_SIZE * decoder.cache_entry.num_elements) for _ in range(3)]
     caches = [decoder.cache_entry.lay_out(memory, BLOCK_SIZE) for memory in memories]
@@ -421,7 +423,7 @@ def has_dot_products(kernels: NativeCpuKernels, *, is_int8: bool = False) -> boo
         (LATENTS, False, False),
     ],
     ids=[
-        "bf16",
+        "as it is",
         "heads of 48 in a program",
         "int8 cache",
         "int8 linears of any size",
@@ -432,7 +434,7 @@ def has_dot_products(kernels: NativeCpuKernels, *, is_int8: bool = False) -> boo
     ],
 )
 @pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265], [560, *[1] * 40]], ids=len)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_bit_depends_on_how_a_prompt_is_cut(
     chunks: list[int],
     changes: dict[str, Any],
@@ -443,7 +445,7 @@ def test_no_bit_depends_on_how_a_prompt_is_cut(
 ) -> None:
     kernels = build(dtype=dtype)
     if not has_dot_products(kernels):
-        pytest.skip("this CPU has no dot products of pairs")
+        pytest.skip("this CPU has no dot products")
     if int8_cache and not has_dot_products(kernels, is_int8=True):
         pytest.skip("this CPU has no dot products of 8 bits; chunks are torch's")
     decoder = load(tmp_path / "model", CONFIG | changes, kernels, int8_linears=int8_linears, int8_cache=int8_cache)
@@ -459,11 +461,11 @@ def _prefill(decoder: Decoder, chunks: Sequence[int]) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_bit_depends_on_other_sequences(dtype: torch.dtype, tmp_path: Path) -> None:
     kernels = build(dtype=dtype)
     if not has_dot_products(kernels):
-        pytest.skip("this CPU has no dot products of pairs")
+        pytest.skip("this CPU has no dot products")
     decoder = load(tmp_path / "model", CONFIG, kernels)
     meta = make_meta([(1, 40 + 9 * row) for row in range(70)], block_size=BLOCK_SIZE, num_blocks=2000)
     together = run(decoder, filled_caches(decoder, 2000), meta)

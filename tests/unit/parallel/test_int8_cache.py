@@ -204,7 +204,7 @@ def test_a_result_does_not_depend_on_the_rest_of_the_step(
     if not isinstance(kernels, NativeCpuKernels):
         pytest.skip("torch groups decodes by their lengths")
     if dtype not in kernels._operations:
-        pytest.skip("these are compiled for another type of 16 bits")
+        pytest.skip("these are compiled for other numbers")
     if not kernels._operations[dtype].has_dot_products(64, True):
         pytest.skip("this CPU has no dot products of 8 bits; chunks are torch's")
     for num_heads, num_kv_heads in HEADS:

@@ -155,13 +155,15 @@ def test_a_large_product_has_the_bits_of_its_rows(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(natives: Natives, half: torch.dtype, bad: float) -> None:
-    weight, bias = make_case(96, 128, True, half)
-    x = random(20, 128, dtype=half)
+def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(
+    natives: Natives, number: torch.dtype, bad: float
+) -> None:
+    weight, bias = make_case(96, 128, True, number)
+    x = random(20, 128, dtype=number)
     expected = Int8Linear(weight, bias)(x)
     x[7, 100] = bad
     native = NativeInt8Linear(
-        weight.clone(), bias, natives[half], Recorder(), 2, memory=HugePages(), keeps_weight=False
+        weight.clone(), bias, natives[number], Recorder(), 2, memory=HugePages(), keeps_weight=False
     )
     for linear in (Int8Linear(weight, bias), native):
         y = linear(x)
