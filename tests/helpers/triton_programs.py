@@ -41,4 +41,4 @@ def run_with_triton(program: str, **environment: str) -> None:
     pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
     path = os.pathsep.join([str(_REPOSITORY), str(_REPOSITORY / "tests"), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=600)
