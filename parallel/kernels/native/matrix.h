@@ -230,13 +230,9 @@ inline int64_t scratch_size(int64_t num_rows, int num_in) {
 
 constexpr int MULTIPLY_SECTIONS = 2;  // of a team, at most
 
-// How long sums are made of some rows.
+// How long sums are made of some rows, by tiles.
 inline Parts parts_of(const LeftRows& left, int num_in) {
     const int num_steps = num_in / STEP;
-#if WEFT_IS_FLOAT32
-    constexpr int SIZE = 12;  // 24 KB of a panel: they stay in the first-level cache while rows pass
-    if (left.count > MOST_VECTOR_ROWS) return {num_steps, SIZE};
-#endif
     return left.is_packed && may_use_tiles() ? Parts::of(num_steps) : Parts::whole(num_steps);
 }
 
@@ -311,12 +307,19 @@ class RowsOfShares {
     std::vector<LeftVectors> parts_;
 };
 
+// Those of a share by vectors. In float32 24 KB of a panel, which the first-level cache keeps while rows pass.
+inline Parts parts_by_vectors(int num_rows, int num_in) {
+    constexpr int SIZE = 12;
+    const int num_steps = num_in / STEP;
+    return Multiplied::IN_PARTS && num_rows > MOST_VECTOR_ROWS ? Parts{num_steps, SIZE} : Parts::whole(num_steps);
+}
+
 // The same without tiles.
 template <bool IS_GATED, class Result>
 class SharesByVectors {
   public:
     SharesByVectors(const Result& result, const LeftRows& left, const PackedMatrix& matrix)
-        : result_(result), rows_(left, matrix.num_in), products_{matrix}, parts_(parts_of(left, matrix.num_in)), is_streamed_(result.is_streamed(left.count)) {}
+        : result_(result), rows_(left, matrix.num_in), products_{matrix}, parts_(parts_by_vectors(left.count, matrix.num_in)), is_streamed_(result.is_streamed(left.count)) {}
 
     void operator()(Share share, int64_t following) {
         const auto [row, rows, begin, end] = share;

@@ -258,7 +258,7 @@ void multiply_by_vectors(const Target<typename Product::Value>& out, int first_r
             int row = 0;
             for (const LeftVectors& some : rows) {
                 Sum* const to = sums + row * PANEL;
-                if (num_asks == num_steps) {
+                if (num_asks == num_steps && !parts.are_many()) {
                     multiply_vectors<Numbers>(to, PANEL, some, {values}, Passing{after}, num_steps);
                 } else {
                     const LeftVectors left{some.first + step * some.step_stride, some.row_stride, some.step_stride, some.num_rows};
