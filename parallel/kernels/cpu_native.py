@@ -166,7 +166,7 @@ class NativeCpuKernels:
     def pack_heads(self, weight_NIO: Tensor) -> HeadsLinear:
         """See `Kernels.pack_heads`."""
         if self._programs is not None and can_pack_heads(weight_NIO, self._programs):
-            return NativeHeadsLinear(weight_NIO, self._programs, self._num_threads, memory=self._memory)
+            return NativeHeadsLinear(weight_NIO, self._programs, self._recorder, self._num_threads, memory=self._memory)
         return self._torch.pack_heads(weight_NIO)
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:

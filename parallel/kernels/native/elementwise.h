@@ -93,6 +93,39 @@ void scale(T* x, int64_t row_stride, int64_t num_rows, int64_t size, float facto
     });
 }
 
+// Rows of `size` columns, in place: what is above the limit, or below minus the limit, becomes that. NaN stays.
+template <class T>
+void clamp(T* x, int64_t row_stride, int64_t num_rows, int64_t size, float limit, Team& team) {
+    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            T* to = x + row * row_stride;
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) {
+                const float value = to_float(to[i]);
+                put(to + i, value > limit ? limit : value < -limit ? -limit : value);
+            }
+        }
+    });
+}
+
+// Vectors of heads, at x + token * token_stride + head * head_stride.
+template <class T>
+struct Heads {
+    T* x;
+    int64_t token_stride, head_stride;
+
+    T* at(int64_t token, int64_t head) const { return x + token * token_stride + head * head_stride; }
+};
+
+// Each of `size` numbers.
+template <class T>
+void copy_heads(const Heads<T>& to, const Heads<T>& from, int64_t num_tokens, int64_t num_heads, int64_t size, Team& team) {
+    for_each_run_of_rows(num_tokens, num_heads * size, team, [=](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++)
+            for (int64_t head = 0; head < num_heads; head++) std::copy_n(from.at(token, head), size, to.at(token, head));
+    });
+}
+
 // x += y, rows of `size` columns.
 template <class T>
 void add(T* x, int64_t x_row_stride, const T* y, int64_t y_row_stride, int64_t num_rows, int64_t size, Team& team) {
@@ -184,14 +217,14 @@ void gate(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& team) 
 // Turns the pairs of each head in place: (i, half + i), or (2i, 2i + 1) where interleaved. Cosines and sines have a row for each
 // token, or for each position.
 template <class T>
-void rotary(T* heads, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t head_dim, const float* cos,
+void rotary(const Heads<T>& heads, int64_t num_tokens, int64_t num_heads, int64_t head_dim, const float* cos,
             const float* sin, int64_t half, const int64_t* positions, bool is_interleaved, Team& team) {
     for_each_run_of_rows(num_tokens, num_heads * head_dim, team, [=](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; token++) {
             const int64_t angles = (positions ? positions[token] : token) * half;
             const float *c = cos + angles, *s = sin + angles;
             for (int64_t head = 0; head < num_heads; head++) {
-                T* x = heads + token * token_stride + head * head_stride;
+                T* x = heads.at(token, head);
                 if (is_interleaved) {
 #pragma omp simd
                     for (int64_t i = 0; i < half; i++) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <vector>
@@ -31,12 +32,18 @@ struct ExpertMatrices {
     int32_t is_int8;
 };
 
+// Of an expert from its logit: what it is chosen by, and its weight.
+enum class ExpertScore : int32_t { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID };
+
 // How a router chooses among as many experts from a logit of each.
 struct ExpertChoice {
     int32_t num_chosen;
-    int32_t is_softmax_of_chosen;  // else of all
-    int32_t is_normalized;         // the weights of a token are divided by their sum
-    float multiplier;              // of weights
+    ExpertScore score;
+    int32_t is_normalized;  // the weights of a token are divided by their sum
+    float multiplier;       // of weights
+    int32_t num_groups, num_chosen_groups;  // of neighbours: only those in the best groups are chosen; by sigmoids alone
+    const float* bias;                      // of each expert, added to its sigmoid to choose; or null
+    int32_t are_logits_float;               // not Numbers
 };
 
 struct ExpertLayer {
@@ -44,22 +51,55 @@ struct ExpertLayer {
     ExpertChoice choice;
 };
 
-// The experts of a token, of equal ones the first, and their weights. Where a logit is NaN, all weights are.
-inline void choose_experts(int64_t* experts, float* weights, const Number* logits, int64_t num_experts, const ExpertChoice& choice) {
+// Leaves those in the groups whose two best have the largest sums, of equal ones the first. arXiv:2412.19437, section 2.1.2.
+inline void keep_best_groups(float* ranks, int64_t num_experts, const ExpertChoice& choice) {
     static thread_local Buffer<float> buffer;
-    float* const left = buffer.room(size_t(num_experts));  // of which none is chosen yet
-    float most = -INFINITY, of_all = 0, of_chosen = 0;
-    for (int64_t i = 0; i < num_experts; i++) most = std::max(most, left[i] = to_float(logits[i]));
-    for (int64_t i = 0; i < num_experts; i++) of_all += std::exp(left[i] - most);
-    for (int c = 0; c < choice.num_chosen; c++) {
-        const int64_t best = std::max_element(left, left + num_experts) - left;
-        experts[c] = best;
-        of_chosen += weights[c] = std::exp(left[best] - most) + (of_all - of_all);
-        left[best] = -INFINITY;
+    float* const sums = buffer.room(size_t(choice.num_groups));
+    const int64_t size = num_experts / choice.num_groups;
+    for (int group = 0; group < choice.num_groups; group++) {
+        float best = -INFINITY, second = -INFINITY;
+        for (int64_t i = group * size; i < (group + 1) * size; i++) {
+            second = std::max(second, std::min(best, ranks[i]));
+            best = std::max(best, ranks[i]);
+        }
+        sums[group] = best + second;
     }
-    float scale = choice.multiplier / (choice.is_softmax_of_chosen ? of_chosen : of_all);
-    if (choice.is_normalized) scale = choice.multiplier / of_chosen;
-    for (int c = 0; c < choice.num_chosen; c++) weights[c] *= scale;
+    for (int left_out = choice.num_chosen_groups; left_out < choice.num_groups; left_out++) {
+        const int64_t worst = std::min_element(std::reverse_iterator(sums + choice.num_groups), std::reverse_iterator(sums)).base() - 1 - sums;
+        sums[worst] = INFINITY;
+        std::fill_n(ranks + worst * size, size, -INFINITY);
+    }
+}
+
+// The experts of a token, of equal ones the first, and their weights. Where a logit is NaN, all weights are.
+template <class Logit>
+void choose_experts(int64_t* experts, float* weights, const Logit* logits, int64_t num_experts, const ExpertChoice& choice) {
+    static thread_local Buffer<float> buffer;
+    float* const scores = buffer.room(size_t(2 * num_experts));
+    float* const ranks = scores + num_experts;  // minus infinity: chosen already, or cannot be
+    float of_all = 0, of_chosen = 0;
+    if (choice.score == ExpertScore::SIGMOID) {
+        for (int64_t i = 0; i < num_experts; i++) {
+            of_all += scores[i] = 1.0f / (1.0f + std::exp(-to_float(logits[i])));
+            ranks[i] = choice.bias ? scores[i] + choice.bias[i] : scores[i];
+        }
+        keep_best_groups(ranks, num_experts, choice);
+    } else {
+        float most = -INFINITY;
+        for (int64_t i = 0; i < num_experts; i++) most = std::max(most, ranks[i] = to_float(logits[i]));
+        for (int64_t i = 0; i < num_experts; i++) of_all += scores[i] = std::exp(ranks[i] - most);
+    }
+    for (int c = 0; c < choice.num_chosen; c++) {
+        const int64_t best = std::max_element(ranks, ranks + num_experts) - ranks;
+        experts[c] = best;
+        of_chosen += weights[c] = scores[best] + (of_all - of_all);
+        ranks[best] = -INFINITY;
+    }
+    constexpr float LEAST_SUM = 1e-20f;  // sigmoids may all be 0
+    float divisor = of_all;
+    if (choice.score == ExpertScore::SIGMOID) divisor = choice.is_normalized ? of_chosen + LEAST_SUM : 1.0f;
+    else if (choice.is_normalized || choice.score == ExpertScore::SOFTMAX_OF_CHOSEN) divisor = of_chosen;
+    for (int c = 0; c < choice.num_chosen; c++) weights[c] *= choice.multiplier / divisor;
 }
 
 // What experts give for some tokens.
@@ -73,11 +113,17 @@ class ExpertProducts {
         for (const Run& run : runs_) add_products(run);
     }
 
-    // Logits: [tokens, X].
-    void choose(const Number* logits, int64_t stride, const ExpertChoice& choice, Team& team) {
+    // Logits: [tokens, X], Numbers or floats as the choice says.
+    void choose(const void* logits, int64_t row_bytes, const ExpertChoice& choice, Team& team) {
+        const auto choose = [=](int64_t token, const auto* row) {
+            choose_experts(&experts_[token * num_chosen_], &weights_[token * num_chosen_], row, matrices_.num_experts, choice);
+        };
         team.for_each(divide_up(x_.count, TOGETHER), [=](int64_t item) {
-            for (int64_t token = item * TOGETHER; token < std::min<int64_t>(x_.count, (item + 1) * TOGETHER); token++)
-                choose_experts(&experts_[token * num_chosen_], &weights_[token * num_chosen_], logits + token * stride, matrices_.num_experts, choice);
+            for (int64_t token = item * TOGETHER; token < std::min<int64_t>(x_.count, (item + 1) * TOGETHER); token++) {
+                const void* const row = static_cast<const char*>(logits) + token * row_bytes;
+                if (choice.are_logits_float) choose(token, static_cast<const float*>(row));
+                else choose(token, static_cast<const Number*>(row));
+            }
         });
         team.for_each(1, [=](int64_t) { set_chosen(experts_.data(), weights_.data()); });
     }

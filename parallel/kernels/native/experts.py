@@ -9,9 +9,16 @@ from torch import Tensor
 
 from parallel.description import Activation, MoeDescription, RouterScore
 from parallel.host_memory import HugePages
-from parallel.kernels.base import ExpertWeights
+from parallel.kernels.base import ExpertWeights, RouterWeights
 from parallel.kernels.native.int8_linear import pack_int8
-from parallel.kernels.native.library import ExpertChoice, ExpertLayer, ExpertMatrices, Int8Operations, Programs
+from parallel.kernels.native.library import (
+    EXPERT_SCORES,
+    ExpertChoice,
+    ExpertLayer,
+    ExpertMatrices,
+    Int8Operations,
+    Programs,
+)
 from parallel.kernels.native.packed_linear import PANEL, NativeLinear, in_rows
 from parallel.kernels.native.tape import Recorder, Tape
 
@@ -83,28 +90,36 @@ class NativeExperts:
         )
         return out_TE
 
-    def routed_by(
-        self, moe: MoeDescription, weight_XE: Tensor, bias_X: Tensor | None
-    ) -> Callable[[Tensor], Tensor] | None:
-        """See `RoutingExperts`; where all experts are here, and their logits alone say which."""
-        is_plain = moe.num_chosen_groups == moe.num_groups and not moe.choice_bias
-        if moe.score is RouterScore.SIGMOID or not is_plain or moe.num_experts != self._matrices.num_experts:
+    def routed_by(self, moe: MoeDescription, router: RouterWeights) -> Callable[[Tensor], Tensor] | None:
+        """See `RoutingExperts`; where all experts are here, and nothing of the router is lost in the model's dtype."""
+        weight_XE, bias_X = (None if x is None else _exactly(x, self._programs.dtype) for x in router[:2])
+        if weight_XE is None or (bias_X is None) != (router.bias_X is None):
             return None
+        is_by_logits = moe.num_chosen_groups == moe.num_groups and router.choice_bias_X is None
+        if moe.num_experts != self._matrices.num_experts or not (is_by_logits or moe.score is RouterScore.SIGMOID):
+            return None
+        keeps_sums = router.weight_XE.dtype is torch.float32
         choice = ExpertChoice(
             num_chosen=moe.num_chosen,
-            is_softmax_of_chosen=moe.score is RouterScore.SOFTMAX_OF_CHOSEN,
+            score=EXPERT_SCORES.index(moe.score),
             is_normalized=moe.is_normalized,
             multiplier=moe.weight_multiplier,
+            num_groups=moe.num_groups,
+            num_chosen_groups=moe.num_chosen_groups,
+            bias=_address(router.choice_bias_X),
+            are_logits_float=keeps_sums,
         )
-        router = NativeLinear(
+        linear = NativeLinear(
             _in_whole_panels(weight_XE),
             None if bias_X is None else _in_whole_panels(bias_X),
             self._programs,
             self._recorder,
             self._num_threads,
             memory=HugePages(),
+            keeps_sums=keeps_sums,
         )
-        return partial(self._route, router, ExpertLayer(matrices=self._matrices, choice=choice))
+        self._choice_bias_X = router.choice_bias_X
+        return partial(self._route, linear, ExpertLayer(matrices=self._matrices, choice=choice))
 
     def _route(self, router: NativeLinear, layer: ExpertLayer, x_TE: Tensor) -> Tensor:
         x_TE = in_rows(x_TE)
@@ -112,7 +127,7 @@ class NativeExperts:
         out_TE = x_TE.new_empty(x_TE.shape)
         self._programs.choose_and_run_experts(
             *(out_TE.data_ptr(), x_TE.data_ptr(), x_TE.stride(0), len(x_TE)),
-            *(logits_TX.data_ptr(), logits_TX.stride(0), ctypes.byref(layer), self._num_threads),
+            *(logits_TX.data_ptr(), logits_TX.stride(0) * logits_TX.itemsize, ctypes.byref(layer), self._num_threads),
         )
         self._recorder.note(Tape.experts, out_TE, x_TE, logits_TX, layer)
         return out_TE
@@ -122,6 +137,12 @@ def _put_gates_first(into_XJ: Tensor) -> None:
     """Rows that alternate, of each expert, become all gates and then all that they gate, in place."""
     for expert in into_XJ:
         expert.copy_(torch.cat((expert[0::2], expert[1::2])))
+
+
+def _exactly(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return it in this dtype; None where numbers would be rounded."""
+    rounded = x.to(dtype)
+    return rounded if torch.equal(rounded.to(x.dtype), x) else None
 
 
 def _in_whole_panels(x: Tensor) -> Tensor:

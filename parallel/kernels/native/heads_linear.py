@@ -5,6 +5,7 @@ from torch import Tensor
 from parallel.host_memory import HugePages
 from parallel.kernels.native.library import Programs
 from parallel.kernels.native.packed_linear import PANEL
+from parallel.kernels.native.tape import Recorder, Tape
 
 
 def can_pack_heads(weight_NIO: Tensor, programs: Programs) -> bool:
@@ -16,12 +17,15 @@ def can_pack_heads(weight_NIO: Tensor, programs: Programs) -> bool:
 class NativeHeadsLinear:
     """A `HeadsLinear`; matrices whose outputs are rows of memory are laid out where they are."""
 
-    def __init__(self, weight_NIO: Tensor, programs: Programs, num_threads: int, *, memory: HugePages) -> None:
+    def __init__(
+        self, weight_NIO: Tensor, programs: Programs, recorder: Recorder, num_threads: int, *, memory: HugePages
+    ) -> None:
         weight_NOI = weight_NIO.transpose(1, 2)
         if not weight_NOI.is_contiguous():
             weight_NOI = memory.empty(weight_NOI.numel(), weight_NOI.dtype).view(weight_NOI.shape).copy_(weight_NOI)
         self._packed_NOI = weight_NOI
         self._multiply_heads = programs.multiply_heads
+        self._recorder = recorder
         self._num_threads = num_threads
         address, num_heads, num_out, num_in = weight_NOI.data_ptr(), *weight_NOI.shape
         programs.pack_matrix(address, address, num_heads * num_out, num_in, num_threads)
@@ -35,4 +39,5 @@ class NativeHeadsLinear:
             *(out_TNO.data_ptr(), *out_TNO.stride()[:2], x_TNI.data_ptr(), *x_TNI.stride()[:2]),
             *(len(x_TNI), num_heads, self._packed_NOI.data_ptr(), num_out, num_in, self._num_threads),
         )
+        self._recorder.note(Tape.multiply_heads, out_TNO, x_TNI, self._packed_NOI)
         return out_TNO

@@ -83,8 +83,8 @@ using namespace weft;
                                    int64_t num_heads, int64_t head_dim, const float* cos, const float* sin,             \
                                    int64_t half, int is_interleaved, int num_threads) {                                 \
         on_team(threads_for(num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {                       \
-            rotary(static_cast<T*>(heads), token_stride, head_stride, num_tokens, num_heads, head_dim, cos, sin, half,  \
-                   nullptr, is_interleaved, team);                                                                      \
+            rotary(Heads<T>{static_cast<T*>(heads), token_stride, head_stride}, num_tokens, num_heads, head_dim, cos,   \
+                   sin, half, nullptr, is_interleaved, team);                                                           \
         });                                                                                                             \
     }                                                                                                                   \
     EXPORT void weft_write_cache_##NAME(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride, \
@@ -186,13 +186,15 @@ EXPORT void weft_largest_number(float* values, int64_t* indices, const void* x, 
                            [&](const auto& searched) { multiply_packed(searched, left, matrix, num_threads); });
 }
 
-EXPORT void weft_multiply_heads(void* out, int64_t out_token_stride, int64_t out_head_stride, const void* x, int64_t x_token_stride,
+EXPORT void weft_multiply_heads(void* out, int64_t out_token_stride, int64_t out_head_stride, void* x, int64_t x_token_stride,
                                 int64_t x_head_stride, int num_tokens, int num_heads, const void* packed, int64_t num_out, int num_in,
                                 int num_threads) {
+    static thread_local Buffer<Number> scratch;
+    Number* const room = scratch.room(size_t(ProductsOfHeads::scratch_size(num_tokens, num_heads, num_in)));
     const Heads<Number> to{static_cast<Number*>(out), out_token_stride, out_head_stride};
-    const Heads<const Number> from{static_cast<const Number*>(x), x_token_stride, x_head_stride};
+    const Heads<Number> from{static_cast<Number*>(x), x_token_stride, x_head_stride};
     const PackedMatrix first{static_cast<const Number*>(packed), nullptr, num_out, num_in};
-    const ProductsOfHeads products(to, from, num_tokens, num_heads, first, num_threads);
+    const ProductsOfHeads products(to, from, num_tokens, num_heads, first, room, num_threads);
     on_team(num_threads, ProductsOfHeads::SECTIONS, [&](Team& team) { products.run(team); });
 }
 
@@ -217,11 +219,11 @@ EXPORT void weft_run_experts(void* out, const void* x, int64_t x_row_stride, int
 }
 
 EXPORT void weft_choose_and_run_experts(void* out, const void* x, int64_t x_row_stride, int num_tokens, const void* logits,
-                                        int64_t logits_row_stride, const ExpertLayer* layer, int num_threads) {
+                                        int64_t logits_row_bytes, const ExpertLayer* layer, int num_threads) {
     const LeftRows left{static_cast<const Number*>(x), x_row_stride, num_tokens};
     const auto products = make_products(out, left, layer->matrices, layer->choice.num_chosen, num_threads);
     on_team(num_threads, ExpertProducts::SECTIONS, [&](Team& team) {
-        products->choose(static_cast<const Number*>(logits), logits_row_stride, layer->choice, team);
+        products->choose(logits, logits_row_bytes, layer->choice, team);
         products->run(team);
     });
 }

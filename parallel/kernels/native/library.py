@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parallel.description import Activation
+from parallel.description import Activation, RouterScore
 from parallel.errors import DeviceError
 from parallel.kernels.host_arrays import Int32Array
 from parallel.kernels.native.build import NUMBERS, build_library
@@ -45,6 +45,9 @@ def build_for(dtype: torch.dtype) -> Path:
 
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.GELU, Activation.RELU)
 """In the order of `Activation` of activations.h."""
+
+EXPERT_SCORES = (RouterScore.SOFTMAX, RouterScore.SOFTMAX_OF_CHOSEN, RouterScore.SIGMOID)
+"""In the order of `ExpertScore` of experts.h."""
 
 
 class LayerParams(ctypes.Structure):
@@ -103,6 +106,10 @@ class Kind(IntEnum):
     ACTIVATE = 12
     ADD = 13
     GATE_ROWS = 14
+    CLAMP = 15
+    COPY = 16
+    MULTIPLY_HEADS = 17
+    MULTIPLY_FLOAT = 18
 
 
 class Operation(ctypes.Structure):
@@ -121,6 +128,8 @@ class Operation(ctypes.Structure):
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("weight_stride", c_int64),
+        ("in_head_stride", c_int32),
+        ("out_head_stride", c_int32),
         ("num_in", c_int32),
         ("num_out", c_int32),
         ("params", c_void_p),
@@ -236,13 +245,17 @@ class ExpertMatrices(ctypes.Structure):
 
 
 class ExpertChoice(ctypes.Structure):
-    """How a router chooses; `ExpertChoice` of experts.h."""
+    """How a router chooses; `ExpertChoice` of experts.h, where the score is the index in `EXPERT_SCORES`."""
 
     _fields_ = (
         ("num_chosen", c_int32),
-        ("is_softmax_of_chosen", c_int32),
+        ("score", c_int32),
         ("is_normalized", c_int32),
         ("multiplier", c_float),
+        ("num_groups", c_int32),
+        ("num_chosen_groups", c_int32),
+        ("bias", c_void_p),
+        ("are_logits_float", c_int32),
     )
 
 

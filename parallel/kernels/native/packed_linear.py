@@ -41,7 +41,11 @@ def _is_fit(num_out: int, num_in: int, dtype: torch.dtype, programs: Programs | 
 
 
 class NativeLinear:
-    """Implements `PackedLinear`; the weight is laid out in panels of 32 outputs, in place where they are whole."""
+    """Implements `PackedLinear`; the weight is laid out in panels of 32 outputs, in place where they are whole.
+
+    Args:
+        keeps_sums: results are float32, not rounded to the dtype of the weight.
+    """
 
     def __init__(
         self,
@@ -52,13 +56,15 @@ class NativeLinear:
         num_threads: int,
         *,
         memory: HugePages,
+        keeps_sums: bool = False,
     ) -> None:
         self._num_out, self._num_in = weight_OI.shape
+        self._dtype = torch.float32 if keeps_sums else weight_OI.dtype
         self._packed = weight_OI.view(-1)
         if self._num_out % PANEL:  # the last panel is filled up
             self._packed = memory.empty(-(-self._num_out // PANEL) * PANEL * self._num_in, weight_OI.dtype)
         self._bias_O = None if bias_O is None else bias_O.contiguous()
-        self._multiply = programs.multiply
+        self._multiply = programs.multiply_float32 if keeps_sums else programs.multiply
         self._largest = programs.largest
         self._recorder = recorder
         self._num_threads = num_threads
@@ -67,7 +73,7 @@ class NativeLinear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
         x_TI = in_rows(x_TI)
-        out_TO = x_TI.new_empty(len(x_TI), self._num_out)
+        out_TO = x_TI.new_empty(len(x_TI), self._num_out, dtype=self._dtype)
         self._multiply(
             *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._packed.data_ptr()),
             *(None if self._bias_O is None else self._bias_O.data_ptr(), self._num_out, self._num_in),

@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "elementwise.h"
 #include "matrix.h"
 
 #ifdef WEFT_HAS_PACKED_MATRIX
@@ -87,27 +88,22 @@ struct InNumbers {
     }
 };
 
-// Vectors of heads, at x + token * token_stride + head * head_stride.
-template <class T>
-struct Heads {
-    T* x;
-    int64_t token_stride, head_stride;
-};
-
 // A matrix for each head, one after the other, and what it makes of the head's vector of each token. Sizes are multiples of PANEL.
 class ProductsOfHeads {
   public:
     static constexpr int SECTIONS = 2;
 
-    ProductsOfHeads(const Heads<Number>& out, const Heads<const Number>& x, int num_tokens, int num_heads, const PackedMatrix& first, int num_threads)
-        : num_heads_(num_tokens ? num_heads : 0), num_in_(first.num_in), is_packed_(needs_packing(num_tokens)), packed_size_(scratch_size(num_tokens, num_in_)) {
-        static thread_local Buffer<Number> scratch;
-        packed_ = scratch.room(size_t(num_heads_ * packed_size_));
+    // Numbers of scratch memory.
+    static int64_t scratch_size(int64_t num_tokens, int64_t num_heads, int num_in) { return num_heads * weft::scratch_size(num_tokens, num_in); }
+
+    ProductsOfHeads(const Heads<Number>& out, const Heads<Number>& x, int num_tokens, int num_heads, const PackedMatrix& first, Number* scratch, int num_threads)
+        : num_heads_(num_tokens ? num_heads : 0), num_in_(first.num_in), is_packed_(needs_packing(num_tokens)), packed_size_(weft::scratch_size(num_tokens, num_in_)),
+          packed_(scratch) {
         for (int head = 0; head < num_heads_; head++) {
-            const LeftRows& rows = rows_.emplace_back(LeftRows{x.x + head * x.head_stride, x.token_stride, num_tokens});
+            const LeftRows& rows = rows_.emplace_back(LeftRows{x.at(0, head), x.token_stride, num_tokens});
             const LeftRows left = is_packed_ ? LeftRows{packed_ + head * packed_size_, num_in_, num_tokens, true} : rows;
             const PackedMatrix matrix{first.values + head * first.num_out * num_in_, nullptr, first.num_out, num_in_};
-            products_.add({out.x + head * out.head_stride, first.num_out, false, 0, 0, out.token_stride}, left, matrix, num_threads);
+            products_.add({out.at(0, head), first.num_out, false, 0, 0, out.token_stride}, left, matrix, num_threads);
         }
     }
 
@@ -126,7 +122,7 @@ class ProductsOfHeads {
     const int num_heads_, num_in_;
     const bool is_packed_;
     const int64_t packed_size_;
-    Number* packed_ = nullptr;
+    Number* const packed_;
     std::vector<LeftRows> rows_;  // of each head
     ProductsOfRuns<InNumbers> products_;
 };

@@ -17,6 +17,7 @@
 #include "experts.h"
 #include "matrix.h"
 #include "matrix_int8.h"
+#include "products.h"
 #include "table_search.h"
 
 #ifdef WEFT_HAS_PACKED_MATRIX
@@ -28,7 +29,7 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD, GATE_ROWS };
+enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD, GATE_ROWS, CLAMP, COPY, MULTIPLY_HEADS, MULTIPLY_FLOAT };
 
 struct Operation {
     Kind kind;
@@ -37,11 +38,12 @@ struct Operation {
     Place out;
     int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
     int32_t flag;                // weight is float32; pairs are interleaved; the Activation of ACTIVATE and GATE
-    float eps;                   // of a norm, or the factor of SCALE
+    float eps;                   // of a norm, the factor of SCALE, or the limit of CLAMP
     const void* weight;          // of a norm or gate, a matrix as packed, or an ExpertLayer
     const void* bias;
     int64_t weight_stride;       // between the weights of heads
-    int32_t num_in, num_out;     // of a matrix
+    int32_t in_head_stride, out_head_stride;  // of ROTARY, COPY and MULTIPLY_HEADS
+    int32_t num_in, num_out;                  // of a matrix; MULTIPLY_HEADS has one for each head
     const LayerParams* params;
 };
 
@@ -110,18 +112,20 @@ class Program {
         if (step.num_kept >= 0) find_kept();
         find_packed();
         place_experts();
+        place_heads();
         const Place searched{step.searched, 0};
         const int num_rows = int(step.num_kept < 0 ? step.num_tokens : step.num_kept);
         if (step.table && num_rows > 0) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), num_rows}, step.num_threads);
     }
 
     int num_sections() const {
-        return 2 + count_ * MULTIPLY_SECTIONS + int(experts_.size()) * ExpertProducts::SECTIONS + TableSearch::SECTIONS;
+        return 2 + count_ * MULTIPLY_SECTIONS + int(experts_.size()) * ExpertProducts::SECTIONS +
+               int(heads_.size()) * ProductsOfHeads::SECTIONS + TableSearch::SECTIONS;
     }
 
     void run(Team& team) {
         if (step_.embedding) look_up(*step_.embedding, team);
-        int num_attentions = 0, num_experts = 0;
+        int num_attentions = 0, num_experts = 0, num_heads = 0;
         for (int i = 0; i < count_; i++) {
             if (i == num_whole_) {
                 if (step_.num_kept == 0) return;
@@ -130,6 +134,8 @@ class Program {
             AttentionPlan* plan = operations_[i].kind == Kind::ATTENTION ? plans_in_order_[num_attentions++] : nullptr;
             if (operations_[i].kind == Kind::EXPERTS)
                 run_experts(operations_[i], *experts_[num_experts++], team);
+            else if (operations_[i].kind == Kind::MULTIPLY_HEADS)
+                heads_[num_heads++].run(team);
             else
                 run(i, plan, team);
         }
@@ -145,7 +151,7 @@ class Program {
     T* at(Place place) const { return static_cast<T*>(step_.buffers[place.buffer]) + place.column; }
     int64_t stride(Place place) const { return step_.widths[place.buffer]; }
 
-    static bool is_product(const Operation& o) { return o.kind == Kind::MULTIPLY || o.kind == Kind::MULTIPLY_GATED; }
+    static bool is_product(const Operation& o) { return o.kind == Kind::MULTIPLY || o.kind == Kind::MULTIPLY_GATED || o.kind == Kind::MULTIPLY_FLOAT; }
 
     void look_up(const Embedding& embedding, Team& team) const {
         T* const x = at({0, 0});
@@ -173,8 +179,29 @@ class Program {
         }
     }
 
+    // They have one room: none of these operations follows another that is not done.
+    void place_heads() {
+        static thread_local Buffer<Number> scratch;
+        int64_t most = 0;
+        for (const Operation* o = operations_; o < operations_ + count_; o++)
+            if (o->kind == Kind::MULTIPLY_HEADS) most = std::max(most, ProductsOfHeads::scratch_size(step_.num_tokens, o->num_heads, o->num_in));
+        Number* const room = scratch.room(size_t(most));
+        for (int i = 0; i < count_; i++) {
+            const Operation& o = operations_[i];
+            if (o.kind == Kind::MULTIPLY_HEADS)
+                heads_.emplace_back(out_heads(o), in_heads(o), int(num_tokens(i)), o.num_heads, packed_matrix(o), room, step_.num_threads);
+        }
+    }
+
+    Heads<T> in_heads(const Operation& o) const { return {at(o.in), stride(o.in), o.in_head_stride}; }
+    Heads<T> out_heads(const Operation& o) const { return {at(o.out), stride(o.out), o.out_head_stride}; }
+
+    static PackedMatrix packed_matrix(const Operation& o) {
+        return {static_cast<const T*>(o.weight), static_cast<const T*>(o.bias), o.num_out, o.num_in};
+    }
+
     void run_experts(const Operation& o, ExpertProducts& products, Team& team) const {
-        products.choose(at(o.second), stride(o.second), static_cast<const ExpertLayer*>(o.weight)->choice, team);
+        products.choose(at(o.second), stride(o.second) * int64_t(sizeof(T)), static_cast<const ExpertLayer*>(o.weight)->choice, team);
         products.run(team);
     }
 
@@ -247,8 +274,8 @@ class Program {
             }
             case Kind::ROTARY: {
                 const AnglesStep& angles = step_.angles[o.index];
-                return rotary(at(o.in), stride(o.in), o.size, num_tokens(index), o.num_heads, o.size, angles.cos, angles.sin,
-                              angles.half, angles.positions, bool(o.flag), team);
+                return rotary(in_heads(o), num_tokens(index), o.num_heads, o.size, angles.cos, angles.sin, angles.half, angles.positions,
+                              bool(o.flag), team);
             }
             case Kind::GATE:
                 return with_activation(Activation(o.flag), [&](auto activation) {
@@ -260,6 +287,10 @@ class Program {
                 });
             case Kind::SCALE:
                 return scale(at(o.in), stride(o.in), num_tokens(index), o.size, o.eps, team);
+            case Kind::CLAMP:
+                return clamp(at(o.in), stride(o.in), num_tokens(index), o.size, o.eps, team);
+            case Kind::COPY:
+                return copy_heads(out_heads(o), in_heads(o), num_tokens(index), o.num_heads, o.size, team);
             case Kind::ADD:
                 return add(at(o.in), stride(o.in), at(o.second), stride(o.second), num_tokens(index), o.size, team);
             case Kind::GATE_ROWS:
@@ -281,16 +312,20 @@ class Program {
                 return attend(out(), at(o.in), stride(o.in), layer.keys, layer.values, layer.group->layout, *o.params, *plan, team);
             }
             case Kind::MULTIPLY:
-            case Kind::MULTIPLY_GATED: {
-                const PackedMatrix matrix{static_cast<const T*>(o.weight), static_cast<const T*>(o.bias), o.num_out, o.num_in};
+            case Kind::MULTIPLY_GATED:
+            case Kind::MULTIPLY_FLOAT: {
+                const PackedMatrix matrix = packed_matrix(o);
                 const bool is_left_packed = index > 0 && is_packed_[index - 1];
                 T* const other = packed_[1 - index % 2];
                 const LeftRows left{is_left_packed ? other : at(o.in), stride(o.in), int(num_tokens(index)), is_left_packed};
                 if (o.kind == Kind::MULTIPLY) return weft::multiply<false>(out(), left, matrix, other, team);
+                if (o.kind == Kind::MULTIPLY_FLOAT)
+                    return weft::multiply<false>(Target<float>{reinterpret_cast<float*>(at(o.out)), o.num_out}, left, matrix, other, team);
                 return weft::multiply<true>(out(), left, matrix, other, team);
             }
-            case Kind::EXPERTS:  // run_experts
-                return;
+            case Kind::EXPERTS:
+            case Kind::MULTIPLY_HEADS:
+                return;  // they are objects
 #ifdef WEFT_HAS_INT8
             case Kind::MULTIPLY_INT8:
                 return multiply_int8<false>(o, num_tokens(index), team);
@@ -322,6 +357,7 @@ class Program {
     std::map<std::pair<const StepLayout*, int>, AttentionPlan*> plan_of_;
     std::vector<AttentionPlan*> plans_in_order_;
     std::vector<std::unique_ptr<ExpertProducts>> experts_;  // of each such operation
+    std::deque<ProductsOfHeads> heads_;                     // the same
     std::unique_ptr<TableSearch> search_;
 };
 

@@ -36,7 +36,8 @@ class CannotRecordError(Exception):
 
 
 class Tape:
-    """The operations so far. Every tensor is a run of columns of a buffer that has a row for each token."""
+    """The operations so far. Every tensor is a run of columns of a buffer that has a row for each token, or one of each
+    head; columns are counted in numbers of x, whatever they hold."""
 
     def __init__(self, x_TE: Tensor, angles: Sequence[tuple[Tensor, ...]], caches: Sequence[LayerCache]) -> None:
         self.operations: list[Operation] = []
@@ -47,6 +48,7 @@ class Tape:
         self.num_heads: set[int] = set()
         """Query heads of the attentions."""
         self._num_tokens = len(x_TE)
+        self._itemsize = x_TE.itemsize
         self._buffers: dict[int, int] = {}
         self._kept: list[Any] = []  # while these live, no other tensor gets their memory, no other object their id
         self.angles = {_memory(pair[0]): index for index, pair in enumerate(angles) if pair}
@@ -58,19 +60,30 @@ class Tape:
         memory = _memory(x)
         if memory not in self._buffers:
             self._buffers[memory] = len(self.widths)
-            self.widths.append(x.numel() // self._num_tokens)
+            self.widths.append(x.nbytes // self._itemsize // self._num_tokens)
             self._kept.append(x)
         return self.read(x)
 
     def read(self, x: Tensor) -> Place:
         """The place of a tensor that an operation has written, or of a part of its columns."""
+        if not x[:1].is_contiguous():
+            raise CannotRecordError(f"a tensor {tuple(x.shape)} that is no run of columns")
+        return self._find(x)
+
+    def read_heads(self, x_TNH: Tensor) -> Place:
+        """The place of heads of which each is a run of columns."""
+        if x_TNH.dim() != 3 or x_TNH.stride(2) != 1:
+            raise CannotRecordError(f"a tensor {tuple(x_TNH.shape)} whose heads are no runs of columns")
+        return self._find(x_TNH)
+
+    def _find(self, x: Tensor) -> Place:
         buffer = self._buffers.get(_memory(x))
         if buffer is None:
             raise CannotRecordError(f"a tensor {tuple(x.shape)} that no kernel made")
-        width, column = self.widths[buffer], x.storage_offset()
-        is_run = len(x) == self._num_tokens and column < width and x[0].is_contiguous()
-        if not is_run or (len(x) > 1 and x.stride(0) != width):
-            raise CannotRecordError(f"a tensor {tuple(x.shape)} that is no run of columns")
+        width, column = self.widths[buffer], x.storage_offset() * x.itemsize // self._itemsize
+        is_of_rows = len(x) == self._num_tokens and column < width
+        if not is_of_rows or (len(x) > 1 and x.stride(0) * x.itemsize != width * self._itemsize):
+            raise CannotRecordError(f"a tensor {tuple(x.shape)} that is not a part of rows")
         return Place(buffer=buffer, column=column)
 
     def rms_norm(self, out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
@@ -113,9 +126,16 @@ class Tape:
         index = self.angles.get(_memory(cos_TR))
         if index is None:
             raise CannotRecordError("angles that are not those of the step")
-        place = self.read(x_TNH)
         _, num_heads, head_dim = x_TNH.shape
-        self._add(Kind.ROTARY, input=place, index=index, num_heads=num_heads, size=head_dim, flag=is_interleaved)
+        self._add(
+            Kind.ROTARY,
+            input=self.read_heads(x_TNH),
+            in_head_stride=x_TNH.stride(1),
+            index=index,
+            num_heads=num_heads,
+            size=head_dim,
+            flag=is_interleaved,
+        )
 
     def gate(self, out_TI: Tensor, gate_up_T2I: Tensor, activation: Activation) -> None:
         """Note the gated activation; both tensors are dense."""
@@ -136,6 +156,46 @@ class Tape:
         """Note that a tensor is multiplied in place."""
         self._add(Kind.SCALE, input=self.read(x), size=x.shape[1:].numel(), eps=factor)
 
+    def clamp(self, x: Tensor, least: float, most: float) -> None:
+        """Note that numbers outside a range become its ends, in place."""
+        if least != -most:
+            raise CannotRecordError(f"numbers clamped to {least} .. {most}")
+        self._add(Kind.CLAMP, input=self.read(x), size=x.shape[1:].numel(), eps=most)
+
+    def concatenate(self, out_TNH: Tensor, parts: Sequence[Tensor], dim: int) -> None:
+        """Note that parts of heads are put one after the other."""
+        if out_TNH.dim() != 3 or dim not in (-1, 2):
+            raise CannotRecordError(f"a tensor {tuple(out_TNH.shape)} put together along dim {dim}")
+        to = self.write(out_TNH)
+        for part_TNH in parts:
+            _, num_heads, size = part_TNH.shape
+            self._add(
+                Kind.COPY,
+                input=self.read_heads(part_TNH),
+                output=to,
+                num_heads=num_heads,
+                size=size,
+                in_head_stride=part_TNH.stride(1),
+                out_head_stride=out_TNH.stride(1),
+            )
+            to = Place(buffer=to.buffer, column=to.column + size)
+
+    def multiply_heads(self, out_TNO: Tensor, x_TNI: Tensor, packed_NOI: Tensor) -> None:
+        """A product with a packed matrix for each head."""
+        self._kept.append(packed_NOI)
+        num_heads, num_out, num_in = packed_NOI.shape
+        self._add(
+            Kind.MULTIPLY_HEADS,
+            input=self.read_heads(x_TNI),
+            output=self.write(out_TNO),
+            weight=packed_NOI.data_ptr(),
+            num_heads=num_heads,
+            num_in=num_in,
+            num_out=num_out,
+            in_head_stride=x_TNI.stride(1),
+            out_head_stride=out_TNO.stride(1),
+        )
+
     def add(self, x: Tensor, y: Tensor) -> None:
         """Note that y is added to x in place."""
         self._add(Kind.ADD, input=self.read(x), second=self.read(y), size=x.shape[1:].numel())
@@ -154,8 +214,9 @@ class Tape:
         self._add(Kind.ATTENTION, **places, index=self._layer(cache), params=addressof(params))
 
     def multiply(self, out_TO: Tensor, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> None:
-        """A product with a packed matrix."""
-        self._multiply(Kind.MULTIPLY, out_TO, x_TI, packed, bias_O)
+        """A product with a packed matrix, rounded or in float32 as it was summed."""
+        kind = Kind.MULTIPLY if out_TO.dtype is x_TI.dtype else Kind.MULTIPLY_FLOAT
+        self._multiply(kind, out_TO, x_TI, packed, bias_O)
 
     def multiply_int8(self, out_TO: Tensor, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> None:
         """A product in 8 bits."""
@@ -180,7 +241,7 @@ class Tape:
 
     def _layer(self, cache: LayerCache) -> int:
         index = self._layers.get(id(cache))
-        if index is None or cache.k_BPKH.data_ptr() == cache.v_BPKH.data_ptr():
+        if index is None:
             raise CannotRecordError("a cache that is not that of a layer")
         return index
 
@@ -208,7 +269,8 @@ class Recorder:
 class OnlyKernels(TorchDispatchMode):
     """While this is entered, whatever torch computes by itself spoils the tape.
 
-    All but products with a number, and sums of two tensors, both in place.
+    All but products with a number, limits of numbers and sums of two tensors, all in place, and parts of heads that are
+    put together.
     """
 
     def __init__(self, recorder: Recorder, tape: Tape) -> None:
@@ -223,13 +285,18 @@ class OnlyKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; its name is why there is no program, unless it computes nothing."""
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mul_.Tensor and isinstance(args[1], float):
             self._recorder.note(Tape.scale, *args)
+        elif func is torch.ops.aten.clamp_.default and len(args) == 3:
+            self._recorder.note(Tape.clamp, *args)
         elif func is torch.ops.aten.add_.Tensor and not kwargs and _are_alike(*args):
             self._recorder.note(Tape.add, *args)
+        elif func is torch.ops.aten.cat.default and len(args) == 2:
+            self._recorder.note(Tape.concatenate, result, *args)
         elif func._schema.name not in _HARMLESS and self._tape.failure is None:
             self._tape.failure = f"{func._schema.name} between the kernels"
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def _are_alike(x: Tensor, y: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from parallel.activation import clamped_gate
 from parallel.description import Activation, ClampedGate, MoeDescription, RouterScore
 from parallel.expert_router import choose_experts
-from parallel.kernels.base import ExpertWeights
+from parallel.kernels.base import ExpertWeights, RouterWeights
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.int8_linear import Int8Linear
@@ -155,26 +155,37 @@ def _moe(**fields: Any) -> MoeDescription:
         _moe(is_normalized=True),
         _moe(score=RouterScore.SOFTMAX_OF_CHOSEN),
         _moe(weight_multiplier=2.5),
+        _moe(score=RouterScore.SIGMOID),
+        _moe(score=RouterScore.SIGMOID, is_normalized=True, weight_multiplier=2.5, choice_bias=True),
+        _moe(score=RouterScore.SIGMOID, num_groups=8, num_chosen_groups=3, choice_bias=True),
+        _moe(score=RouterScore.SIGMOID, num_groups=2, num_chosen_groups=1),
     ],
-    ids=["softmax", "normalized", "softmax-of-chosen", "multiplied"],
+    ids=[
+        *("softmax", "normalized", "softmax-of-chosen", "multiplied", "sigmoid"),
+        *("sigmoid-biased", "sigmoid-groups-biased", "sigmoid-groups"),
+    ],
 )
 def test_they_choose_as_the_router_does(
     moe: MoeDescription, has_bias: bool, num_tokens: int, programs: Programs
 ) -> None:
     generator = torch.Generator().manual_seed(3)
-    router_XE = torch.randn(40, 64, generator=generator).mul_(0.2).to(programs.dtype)
-    bias_X = torch.randn(40, generator=generator).to(programs.dtype) if has_bias else None
+    dtype = torch.float32 if moe.score is RouterScore.SIGMOID else programs.dtype
+    router_XE = torch.randn(40, 64, generator=generator).mul_(0.2).to(programs.dtype).to(dtype)
+    bias_X = torch.randn(40, generator=generator).to(programs.dtype).to(dtype) if has_bias else None
+    choice_bias_X = torch.randn(40, generator=generator).mul_(0.3) if moe.choice_bias else None
     x = torch.randn(num_tokens, 64, generator=generator).to(programs.dtype)
     experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
-    route = experts.routed_by(moe, router_XE, bias_X)
+    route = experts.routed_by(moe, RouterWeights(router_XE, bias_X, choice_bias_X))
     assert route is not None
-    logits = F.linear(x.float(), router_XE.float(), None if bias_X is None else bias_X.float()).to(programs.dtype)
-    torch.testing.assert_close(route(x), experts(x, *choose_experts(moe, logits)), rtol=TOLERANCE, atol=TOLERANCE)
+    logits = F.linear(x.float(), router_XE.float(), None if bias_X is None else bias_X.float()).to(dtype)
+    expected = experts(x, *choose_experts(moe, logits, choice_bias_X))
+    torch.testing.assert_close(route(x), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_a_token_whose_logits_are_no_numbers_has_none_and_others_have(programs: Programs) -> None:
+@pytest.mark.parametrize("moe", [_moe(), _moe(score=RouterScore.SIGMOID)], ids=["softmax", "sigmoid"])
+def test_a_token_whose_logits_are_no_numbers_has_none_and_others_have(moe: MoeDescription, programs: Programs) -> None:
     route = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2).routed_by(
-        _moe(), torch.ones(40, 64).to(programs.dtype), None
+        moe, RouterWeights(torch.ones(40, 64).to(programs.dtype))
     )
     assert route is not None
     x = torch.ones(3, 64).to(programs.dtype)
@@ -187,16 +198,41 @@ def test_a_token_whose_logits_are_no_numbers_has_none_and_others_have(programs: 
 @pytest.mark.parametrize(
     "moe",
     [
-        _moe(score=RouterScore.SIGMOID),
         _moe(choice_bias=True),
         _moe(num_groups=4, num_chosen_groups=2),
         replace(_moe(), num_experts=80),
     ],
-    ids=["sigmoid", "choice-bias", "groups", "some-of-them"],
+    ids=["softmax-with-choice-bias", "groups-by-softmax", "some-of-them"],
 )
 def test_what_they_do_not_choose_is_chosen_before(moe: MoeDescription, programs: Programs) -> None:
     experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
-    assert experts.routed_by(moe, torch.zeros(moe.num_experts, 64).to(programs.dtype), None) is None
+    choice_bias_X = torch.zeros(40) if moe.choice_bias else None
+    weight_XE = torch.zeros(moe.num_experts, 64).to(programs.dtype)
+    assert experts.routed_by(moe, RouterWeights(weight_XE, None, choice_bias_X)) is None
+
+
+def test_a_router_whose_weights_would_be_rounded_stays_as_it_is(programs: Programs) -> None:
+    if programs.dtype is torch.float32:
+        pytest.skip("float32 is not rounded")
+    experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
+    moe = _moe(score=RouterScore.SIGMOID)
+    for weight, bias in ((0.1, 1.0), (1.0, 0.1)):
+        assert experts.routed_by(moe, RouterWeights(torch.full((40, 64), weight), torch.full((40,), bias))) is None
+    assert experts.routed_by(moe, RouterWeights(torch.ones(40, 64), torch.ones(40))) is not None
+
+
+def test_a_logit_in_float32_is_not_rounded_before_experts_are_compared(programs: Programs) -> None:
+    """In bfloat16 all would be equal, and the first experts chosen."""
+    moe, x = _moe(score=RouterScore.SIGMOID), torch.zeros(1, 64).to(programs.dtype)
+    x[0, :2] = torch.tensor([256.0, 1.0])
+    weight_XE = torch.zeros(40, 64)
+    weight_XE[:, 0], weight_XE[-3:, 1] = 2**-8, 2**-8
+    experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
+    route = experts.routed_by(moe, RouterWeights(weight_XE))
+    assert route is not None
+    chosen = torch.tensor([[37, 38, 39]])[:, -moe.num_chosen :]
+    weights = torch.full(chosen.shape, 1 + 2**-8).sigmoid()
+    torch.testing.assert_close(route(x), experts(x, chosen, weights), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

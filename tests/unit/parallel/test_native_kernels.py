@@ -272,7 +272,7 @@ def test_heads_have_the_bits_of_a_product_of_their_own(programs: Programs, num_t
     ]
     for num_threads in (1, 3):
         assert can_pack_heads(weight, programs)
-        heads = NativeHeadsLinear(weight.clone(), programs, num_threads, memory=HugePages())
+        heads = NativeHeadsLinear(weight.clone(), programs, Recorder(), num_threads, memory=HugePages())
         assert torch.equal(heads(x), torch.stack(alone, 1))
 
 
