@@ -77,6 +77,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_experts": 32,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 384,
+        "norm_topk_prob": True,
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     },

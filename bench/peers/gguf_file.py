@@ -1,6 +1,7 @@
-"""Writes a Llama or Qwen2 checkpoint in Hugging Face layout as a GGUF file without a tokenizer, for llama.cpp."""
+"""Writes a Llama, Qwen2 or Qwen3 MoE checkpoint in Hugging Face layout as a GGUF file, without a tokenizer."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,19 @@ _FILE_TYPES = {
     "float16": gguf.LlamaFileType.MOSTLY_F16,
     "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
 }
-_ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+}
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ROUTER = ".mlp.gate.weight"
 
 
 def write_gguf(model: Path, path: Path, *, dtype: str) -> None:
-    """Write matrices in `dtype` ("float32", "float16" or "bfloat16") and vectors in float32.
+    """Write matrices in `dtype` ("float32", "float16" or "bfloat16"), vectors and routers in float32.
 
-    Raises ValueError for another model type or dtype.
+    Raises ValueError for another model type or dtype, and for a mixture that llama.cpp would compute differently.
     """
     config = json.loads((model / "config.json").read_text())
     kind = config["model_type"]
@@ -30,14 +37,17 @@ def write_gguf(model: Path, path: Path, *, dtype: str) -> None:
         raise ValueError(f"model_type is {kind!r}; allowed: {', '.join(_ARCHITECTURES)}")
     if dtype not in _FILE_TYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(_FILE_TYPES)}, int8")
+    if "num_experts" in config and not config.get("norm_topk_prob"):
+        raise ValueError("norm_topk_prob is false; allowed: true, what llama.cpp does")
     architecture = _ARCHITECTURES[kind]
     writer: Any = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     _add_config(writer, config, dtype)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for name, tensor in _tensors(model, config):
+    for name, tensor in _with_experts_together(_tensors(model, config)):
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, f"{name} has a place in {kind}"
-        _add_tensor(writer, gguf_name, tensor, dtype if tensor.dim() > 1 else "float32")
+        is_exact = tensor.dim() == 1 or name.endswith(_ROUTER)
+        _add_tensor(writer, gguf_name, tensor, "float32" if is_exact else dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -57,6 +67,10 @@ def _add_config(writer: Any, config: dict[str, Any], dtype: str) -> None:
     writer.add_value_length(_head_dim(config))
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(_FILE_TYPES[dtype])
     writer.add_tokenizer_model("none")
@@ -68,6 +82,19 @@ def _tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]
             if name == "lm_head.weight" and config.get("tie_word_embeddings"):
                 continue
             yield name, _pair_rotary_rows(name, tensor, config)
+
+
+def _with_experts_together(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices of a layer's experts as one, [experts, out, in], after all else."""
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors:
+        match = _EXPERT.search(name)
+        if match is None:
+            yield name, tensor
+        else:
+            experts.setdefault(_EXPERT.sub(".experts.", name), {})[int(match[1])] = tensor
+    for name, by_index in experts.items():
+        yield name, torch.stack([by_index[index] for index in range(len(by_index))])
 
 
 def _pair_rotary_rows(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
