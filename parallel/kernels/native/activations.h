@@ -26,20 +26,20 @@ void with_activation(Activation activation, const Work& work) {
 }
 
 // What the sigmoid of GELU by tanh is of, arXiv:1606.08415: 0.5 (1 + tanh y) is the sigmoid of 2 y.
-inline Floats of_gelu_tanh(const Floats& x) { return x * (x * x * (2 * 0.7978845608f * 0.044715f) + 2 * 0.7978845608f); }
+inline Floats of_gelu_tanh(const Floats& x) { return x * multiply_add(x * x, 2 * 0.7978845608f * 0.044715f, 2 * 0.7978845608f); }
 
 // The part of the normal distribution beyond x, not below 0: e^(-x^2 / 2) times a polynomial of 1 / (1 + 0.3 x), to 2e-7 of it where
 // the first factor is as fine.
 template <class T>
 inline Floats normal_tail(const Floats& x) {
-    const Floats t = 1.0f / (x * 0.3f + 1.0f);
-    Floats p = t * 0.03568299f - 0.15723726f;
-    p = p * t + 0.20641227f;
-    p = p * t - 0.05373758f;
-    p = p * t + 0.12859005f;
-    p = p * t + 0.09990492f;
-    p = p * t + 0.12075532f;
-    p = p * t + 0.11962921f;
+    const Floats t = 1.0f / multiply_add(x, 0.3f, 1.0f);
+    Floats p = multiply_add(t, 0.03568299f, -0.15723726f);
+    p = multiply_add(p, t, 0.20641227f);
+    p = multiply_add(p, t, -0.05373758f);
+    p = multiply_add(p, t, 0.12859005f);
+    p = multiply_add(p, t, 0.09990492f);
+    p = multiply_add(p, t, 0.12075532f);
+    p = multiply_add(p, t, 0.11962921f);
     return exponential_from<T>(x * x, -0.5f, 0.0f) * (p * t);
 }
 

@@ -362,7 +362,7 @@ class PagedAttention {
         if (!params_.sinks) return 1.0f / running.sum;
         const float most = std::max(running.most, params_.sinks[head]);
         const float scale = exponential(running.most - most);
-        return scale / (running.sum * scale + exponential(params_.sinks[head] - most));
+        return scale / multiply_add(running.sum, scale, exponential(params_.sinks[head] - most));
     }
 
     static constexpr int ROOM = 32;  // rows past the last that matrix tiles may touch

@@ -37,7 +37,7 @@ template <int HEAD_DIM>
 inline Floats multiply(const float* q, const float* key, int runtime_head_dim) {
     const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
     Floats total = load(key) * load(q);
-    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total = multiply_add(load(key + dim), load(q + dim), total);
     return total;
 }
 
@@ -54,7 +54,7 @@ inline Floats multiply(const Number* q, const Number* key, int runtime_head_dim)
     }
 #endif
     Floats total = load(key) * load(q);
-    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total = multiply_add(load(key + dim), load(q + dim), total);
     return total;
 }
 #endif
@@ -63,7 +63,7 @@ template <int HEAD_DIM, class T>
 inline Floats multiply(const T* q, const int8_t* key, int runtime_head_dim) {
     const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
     Floats total = load(key) * load(q);
-    for (int dim = LANES; dim < head_dim; dim += LANES) total += load(key + dim) * load(q + dim);
+    for (int dim = LANES; dim < head_dim; dim += LANES) total = multiply_add(load(key + dim), load(q + dim), total);
     return total;
 }
 
@@ -109,7 +109,7 @@ void add_values(const T* values, int64_t token_stride, int num_tokens, const flo
             for (int i = 0; i < WIDTH; i++) part[i] = load(value + i * LANES);
             for (int row = 0; row < ROWS; row++) {
                 const Floats weight = broadcast(weights[row * weights_stride + token]);
-                for (int i = 0; i < WIDTH; i++) sums[row][i] += weight * part[i];
+                for (int i = 0; i < WIDTH; i++) sums[row][i] = multiply_add(weight, part[i], sums[row][i]);
             }
         }
         for (int row = 0; row < ROWS; row++)
@@ -145,9 +145,9 @@ inline void merge(Running& running, float* totals, const Running& part, const fl
     }
     const bool is_more = part.most > running.most;
     const float old = is_more ? factor : 1, fresh = is_more ? 1 : factor;
-    running = {std::max(running.most, part.most), running.sum * old + part.sum * fresh};
+    running = {std::max(running.most, part.most), multiply_add(running.sum, old, part.sum * fresh)};
     for (int dim = 0; dim < head_dim; dim += LANES)
-        store(totals + dim, load(totals + dim) * old + load(part_totals + dim) * fresh);
+        store(totals + dim, multiply_add(load(totals + dim), old, load(part_totals + dim) * fresh));
 }
 
 inline void merge(Running& running, float* totals, const Running& part, const float* part_totals, int head_dim) {

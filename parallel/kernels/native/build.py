@@ -27,7 +27,16 @@ NUMBERS = ("bfloat16", "float16", "float32")
 COMPILERS = ("c++", "g++", "clang++")
 """Commands of C++ compilers, in order of preference; where none is installed, the `ziglang` package is taken."""
 
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp-simd", "-fPIC", "-fvisibility=hidden")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-fopenmp-simd",
+    "-fPIC",
+    "-fvisibility=hidden",
+)
 _TIMEOUT_S = 300.0
 _DIGEST = hashlib.sha256
 """Digest of a library, which follows it in its file."""

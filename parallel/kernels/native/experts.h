@@ -211,8 +211,8 @@ class ExpertProducts {
                 Floats sums[2] = {};
                 for (const Summand* summand = first; summand < first + num_summands_[token]; summand++) {
                     const Number* row = rows_ + summand->row * hidden_size + column;
-                    sums[0] += broadcast(summand->weight) * load(row);
-                    sums[1] += broadcast(summand->weight) * load(row + LANES);
+                    sums[0] = multiply_add(load(row), summand->weight, sums[0]);
+                    sums[1] = multiply_add(load(row + LANES), summand->weight, sums[1]);
                 }
                 store_two(out_ + token * hidden_size + column, sums[0], sums[1], false);
             }

@@ -35,7 +35,7 @@ void multiply_tile(const T* x, int64_t x_row_stride, const T* weight, int num_in
         for (int o = 0; o < OUTS; o++) {
             const Floats w = load(weight + int64_t(o) * num_in + i);
 #pragma GCC unroll 16
-            for (int row = 0; row < ROWS; row++) totals[row * OUTS + o] += w * load(x + row * x_row_stride + i);
+            for (int row = 0; row < ROWS; row++) totals[row * OUTS + o] = multiply_add(w, load(x + row * x_row_stride + i), totals[row * OUTS + o]);
         }
     Floats lanes[LANES];
 #pragma GCC unroll 16

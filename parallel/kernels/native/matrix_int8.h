@@ -88,11 +88,10 @@ void pack_matrix(const Matrix<T>& matrix, const T* weight, int64_t first, int64_
     });
 }
 
-// sum * x's scale * the output's scale + bias of 16 outputs, each step rounded: not contracted, for the same bits as torch.
+// sum * x's scale * the output's scale + bias of 16 outputs, each step rounded, for the same bits as torch.
 template <class T>
 inline Floats scaled(const Ints& sums, float scale, const Matrix<T>& matrix, int64_t output) {
-    const Floats product = multiply_rounded(to_floats(sums), broadcast(scale));
-    const Floats result = multiply_rounded(product, load(matrix.scales + output));
+    const Floats result = to_floats(sums) * scale * load(matrix.scales + output);
     if (!matrix.bias) return result;
     alignas(64) T rest[LANES] = {};
     const T* bias = matrix.bias + output;

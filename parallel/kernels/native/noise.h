@@ -32,11 +32,11 @@ inline Words mixed(Words x) {
 // where the rest is small.
 inline Floats logarithm_of(Floats rest, Ints exponent) {
     const Floats ratio = rest / (rest + 2.0f), square = ratio * ratio;
-    Floats p = square * (1.0f / 9) + 1.0f / 7;
-    p = p * square + 1.0f / 5;
-    p = p * square + 1.0f / 3;
-    p = p * square + 1.0f;
-    return ratio * p * 2.0f + to_floats(exponent) * 0.693147181f;
+    Floats p = multiply_add(square, 1.0f / 9, 1.0f / 7);
+    p = multiply_add(p, square, 1.0f / 5);
+    p = multiply_add(p, square, 1.0f / 3);
+    p = multiply_add(p, square, 1.0f);
+    return multiply_add(to_floats(exponent), 0.693147181f, ratio * p * 2.0f);
 }
 
 // Of a normal number above 0; `rest`, where it is taken, is what this is more than 1.
@@ -51,7 +51,7 @@ inline Floats logarithm(Floats x, Floats rest, const Ints& takes_rest) {
 inline Floats uniform(const Noise& noise, const Words& token) {
     constexpr float LARGEST = 1 - 0x1p-24f;
     const Words bits = mixed(mixed(token * 0x9e3779b1u + noise.key[0]) ^ noise.key[1]);
-    const Floats u = to_floats(bit_cast<Ints>(bits >> 1)) * 0x1p-31f + 0x1p-32f;
+    const Floats u = multiply_add(to_floats(bit_cast<Ints>(bits >> 1)), 0x1p-31f, 0x1p-32f);
     return choose(u > LARGEST, broadcast(LARGEST), u);
 }
 

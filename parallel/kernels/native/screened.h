@@ -59,7 +59,7 @@ inline float quantize_with_rest(int8_t* to, int64_t step_stride, float* rest, co
         const int8_t* const integers = to + i / int8::STEP * step_stride + i % int8::STEP;
         // an unsigned one is 128 too large, as a signed one of 8 bits it is 128 too small or too large
         const Ints ones = flip ? (load_bytes(integers) & 0xff) - 128 : load_bytes(integers);
-        store(rest + i, load(x + i) - to_floats(ones) * scale);
+        store(rest + i, multiply_add(to_floats(ones), -scale, load(x + i)));
     }
     return scale;
 }

@@ -156,9 +156,9 @@ class Tape:
         """Note that a tensor is multiplied in place."""
         self._add(Kind.SCALE, input=self.read(x), size=x.shape[1:].numel(), eps=factor)
 
-    def clamp(self, x: Tensor, least: float, most: float) -> None:
+    def clamp(self, x: Tensor, least: float | None, most: float | None) -> None:
         """Note that numbers outside a range become its ends, in place."""
-        if least != -most:
+        if least is None or most != -least:
             raise CannotRecordError(f"numbers clamped to {least} .. {most}")
         self._add(Kind.CLAMP, input=self.read(x), size=x.shape[1:].numel(), eps=most)
 

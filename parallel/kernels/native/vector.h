@@ -102,15 +102,15 @@ inline void round_two([[maybe_unused]] Floats& first, [[maybe_unused]] Floats& s
 // (Cody and Waite), e^r by its Taylor polynomial of degree 7. F is float or Floats, I int32_t or Ints.
 template <class F, class I>
 inline F exp_lanes(F x, F n, I exponent) {
-    F r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    F p = r * (1.0f / 5040) + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    F r = multiply_add(n, -0.693359375f, x);
+    r = multiply_add(n, 2.12194440e-4f, r);
+    F p = multiply_add(r, 1.0f / 5040, 1.0f / 720);
+    p = multiply_add(p, r, 1.0f / 120);
+    p = multiply_add(p, r, 1.0f / 24);
+    p = multiply_add(p, r, 1.0f / 6);
+    p = multiply_add(p, r, 0.5f);
+    p = multiply_add(p, r, 1.0f);
+    p = multiply_add(p, r, 1.0f);
     return p * bit_cast<F>((exponent + 127) << 23);
 }
 
@@ -119,7 +119,7 @@ inline Floats exponential(Floats x) {
     x = choose(is_tiny, broadcast(-87.0f), x);
     x = choose(x > 88.0f, broadcast(88.0f), x);
     const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const Floats n = (x * 1.44269504f + shifter) - shifter;
+    const Floats n = multiply_add(x, 1.44269504f, shifter) - shifter;
     const Floats y = exp_lanes(x, n, to_whole(n));
     return choose(is_tiny, Floats{}, y);
 }
@@ -134,10 +134,10 @@ inline Floats power_of_two(Floats x) {
         [](auto x) { return _mm256_min_ps(_mm256_set1_ps(127.5f), _mm256_max_ps(_mm256_set1_ps(-126.0f), (__m256)x)); }, x);
     const Floats whole = by_halves<Floats>([](auto x) { return _mm256_floor_ps((__m256)x); }, x), r = x - whole;
 #endif
-    Floats p = r * 1.34266659e-2f + 5.22425039e-2f;
-    p = p * r + 0.241280192f;
-    p = p * r + 0.693044846f;
-    p = p * r + 1.0f;
+    Floats p = multiply_add(r, 1.34266659e-2f, 5.22425039e-2f);
+    p = multiply_add(p, r, 0.241280192f);
+    p = multiply_add(p, r, 0.693044846f);
+    p = multiply_add(p, r, 1.0f);
 #ifdef WEFT_HAS_AVX512
     return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
@@ -167,7 +167,7 @@ inline float exponential(float x) {
     const bool is_tiny = x < -87.0f;
     x = is_tiny ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
-    const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    const float n = multiply_add(x, 1.44269504f, 12582912.0f) - 12582912.0f;
     const float y = exp_lanes(x, n, int32_t(n));
     return is_tiny ? 0.0f : y;
 }
@@ -178,7 +178,7 @@ inline Floats exponential_from(Floats x, float scale, float most) {
 #ifdef WEFT_HAS_PAIRS
     if (sizeof(T) == 2) {
         constexpr float LOG2_E = 1.44269504f;
-        const Floats y = x * (scale * LOG2_E) - most * LOG2_E;
+        const Floats y = multiply_add(x, scale * LOG2_E, -most * LOG2_E);
 #ifdef WEFT_HAS_AVX512
         const __mmask16 is_seen = _mm512_cmp_ps_mask((__m512)y, (__m512)broadcast(-126.0f), _CMP_NLT_UQ);  // a NaN stays one
         return (Floats)_mm512_maskz_mov_ps(is_seen, (__m512)power_of_two(y));
@@ -187,7 +187,7 @@ inline Floats exponential_from(Floats x, float scale, float most) {
 #endif
     }
 #endif
-    return exponential(x * scale - most);
+    return exponential(multiply_add(x, scale, -most));
 }
 
 }  // namespace weft

@@ -143,16 +143,33 @@ inline void store_half_words(uint16_t* to, const Words& x) {
 #endif
 }
 
-#ifdef WEFT_HAS_PAIRS
-
-// a * b + c, rounded once.
-inline Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
-#ifdef WEFT_HAS_AVX512
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+// a * b + c, rounded once where the CPU does so in one instruction. No compiler makes it of other sums (-ffp-contract=off): what is
+// written in two places has the same bits in both.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(a, b, c);
 #else
-    return by_halves<Floats>([](auto a, auto b, auto c) { return _mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }, a, b, c);
+    return a * b + c;
 #endif
 }
+
+inline Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+#if defined(WEFT_HAS_AVX512)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(WEFT_HAS_PAIRS)
+    return by_halves<Floats>([](auto a, auto b, auto c) { return _mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }, a, b, c);
+#else
+    Floats result;
+    for (int lane = 0; lane < LANES; lane++) result[lane] = multiply_add(a[lane], b[lane], c[lane]);
+    return result;
+#endif
+}
+
+inline Floats multiply_add(const Floats& a, float b, const Floats& c) { return multiply_add(a, broadcast(b), c); }
+inline Floats multiply_add(const Floats& a, float b, float c) { return multiply_add(a, broadcast(b), broadcast(c)); }
+inline Floats multiply_add(const Floats& a, const Floats& b, float c) { return multiply_add(a, b, broadcast(c)); }
+
+#ifdef WEFT_HAS_PAIRS
 
 // sums + a * b, where all registers are taken by sums: each stays in its own.
 inline Floats accumulate(const Floats& sums, const Floats& a, const Floats& b) {
@@ -165,17 +182,6 @@ inline Floats accumulate(const Floats& sums, const Floats& a, const Floats& b) {
             return sums;
         },
         sums, a, b);
-#endif
-}
-
-// A product that is rounded, whatever the compiler would make of it and a sum.
-inline Floats multiply_rounded(const Floats& a, const Floats& b) {
-#ifdef WEFT_HAS_AVX512
-    return (Floats)_mm512_mul_round_ps((__m512)a, (__m512)b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    Floats product = a * b;
-    asm("" : "+x"(product.half[0]), "+x"(product.half[1]));
-    return product;
 #endif
 }
 

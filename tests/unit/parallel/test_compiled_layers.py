@@ -406,6 +406,22 @@ def test_a_part_of_each_head_is_no_run_of_columns() -> None:
     assert tape.read_heads(heads[:, 1:, 8:24]).column == 40
 
 
+def test_what_is_clamped_or_put_together_in_another_way_is_not_recorded() -> None:
+    x = torch.zeros(3, 128, dtype=torch.bfloat16)
+    tape = Tape(x, [], [])
+    tape.clamp(x, -2.0, 2.0)
+    for least, most in ((-1.0, 2.0), (None, 2.0), (-2.0, None)):
+        with pytest.raises(CannotRecordError, match="numbers clamped to"):
+            tape.clamp(x, least, most)
+    heads = x.view(3, 4, 32)
+    tape.concatenate(torch.cat((heads, heads[..., :16]), -1), (heads, heads[..., :16]), -1)
+    first, second = tape.operations[1:]
+    assert (first.output.column, second.output.column, second.size, second.out_head_stride) == (0, 32, 16, 48)
+    for out, dim in ((torch.cat((x, x), -1), -1), (torch.cat((heads, heads), 1), 1)):
+        with pytest.raises(CannotRecordError, match="put together along dim"):
+            tape.concatenate(out, (x, x), dim)
+
+
 def test_another_dtype_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_random_model(folder, CONFIG, 0, torch.float32)
