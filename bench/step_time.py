@@ -2,11 +2,13 @@
 
 python -m bench.step_time [--sequences 256,1024,4096] [--policy fcfs,mlfq] [--steps 100] [--recorded]
 python -m bench.step_time --longest 120000 [--device cuda]
+python -m bench.step_time --groups 7
 
 All sequences decode, and half as many requests wait, which displace some under policies with levels while there is
 memory for it. The target is 1 ms for 256 sequences, linear beyond. With --recorded the scheduler writes down what it
 decides, as `weft serve --record-decisions` has it. With --longest one sequence has a prompt of so many tokens, the
-others 32 to 47. Inputs are those for a CPU or, where there is one, for a GPU.
+others 32 to 47. With --groups layers have so many block tables, all but one for a sliding window, as where layers
+differ in what they see (parallel/layer_groups.py). Inputs are those for a CPU or, where there is one, for a GPU.
 """
 
 import argparse
@@ -40,6 +42,8 @@ _MIN_CONTEXT = 4096
 """Longest context that the scheduler allows, if no longer one is asked for."""
 _BLOCK_SIZE = 16
 _NUM_PROMPT_TOKENS = 32
+_WINDOW = 1024
+"""Tokens that layers of all groups but the first see."""
 _NUM_WARM_UP_STEPS = 5
 _CPU = torch.device("cpu")
 
@@ -70,10 +74,11 @@ class Steps:
         recorder: Recorder | None,
         *,
         longest: int,
+        num_groups: int,
         device: torch.device,
     ) -> None:
         length = _NUM_PROMPT_TOKENS + _BLOCK_SIZE + num_steps + 4 * _NUM_WARM_UP_STEPS
-        num_blocks = num_seqs * (length // _BLOCK_SIZE + 2) + longest // _BLOCK_SIZE
+        num_entries = num_seqs * (length // _BLOCK_SIZE + 2) + longest // _BLOCK_SIZE
         max_context = max(_MIN_CONTEXT, longest + 2 * length)
         make_scheduler = Scheduler if recorder is None else partial(RecordingScheduler, sink=recorder)
         self._scheduler = make_scheduler(
@@ -84,18 +89,29 @@ class Steps:
                 max_waiting=2 * num_seqs,
                 promote_after_s=None,
             ),
-            KVCacheManager.with_pool(num_blocks, block_size=_BLOCK_SIZE, hash_key=b"step time"),
+            KVCacheManager.with_pool(
+                num_entries * num_groups,
+                block_size=_BLOCK_SIZE,
+                hash_key=b"step time",
+                windows=(None, *[_WINDOW] * (num_groups - 1)),
+            ),
             max_context=max_context,
             eos_token_ids=frozenset(),
             max_in_flight=1,
         )
-        self._inputs = InputBuilder(num_slots=num_seqs, max_context=max_context, block_size=_BLOCK_SIZE, device=device)
+        self._inputs = InputBuilder(
+            num_slots=num_seqs,
+            max_context=max_context,
+            block_size=_BLOCK_SIZE,
+            device=device,
+            num_groups=num_groups,
+        )
         for i in range(num_seqs):  # in each step as many of them begin a block, and fill one
             num_prompt_tokens = max(longest if i == 0 else 0, _NUM_PROMPT_TOKENS + i % _BLOCK_SIZE)
             self._add(i, num_prompt_tokens, max_tokens=length)
         while self._scheduler.num_waiting:
             self.run()
-        room = num_blocks * _BLOCK_SIZE - _NUM_PROMPT_TOKENS
+        room = num_entries * _BLOCK_SIZE - _NUM_PROMPT_TOKENS
         for i in range(num_seqs // 2):
             self._add(num_seqs + i, _NUM_PROMPT_TOKENS, max_tokens=min(_MIN_CONTEXT // 2, room))
 
@@ -125,12 +141,21 @@ def measure(
     *,
     recorded: bool = False,
     longest: int = 0,
+    num_groups: int = 1,
     device: torch.device = _CPU,
 ) -> StepTime:
-    """Measure so many steps; `longest`: tokens of one of the prompts, if that is more than it would have."""
+    """Measure so many steps.
+
+    Args:
+        policy, num_seqs, num_steps: what is measured.
+        recorded: whether decisions are written down.
+        longest: tokens of one of the prompts, if that is more than it would have.
+        num_groups: groups of layers.
+        device: what inputs are for.
+    """
     with TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "decisions", max_bytes=1 << 30) if recorded else None
-        steps = Steps(policy, num_seqs, num_steps, recorder, longest=longest, device=device)
+        steps = Steps(policy, num_seqs, num_steps, recorder, longest=longest, num_groups=num_groups, device=device)
         found = _measure(steps, policy, num_seqs, num_steps)
         if recorder is not None:
             recorder.close()
@@ -163,6 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=count, default=100)
     parser.add_argument("--recorded", action="store_true")
     parser.add_argument("--longest", type=count, default=1, help="tokens of one prompt (as the others)")
+    parser.add_argument("--groups", type=count, default=1, help="of layers (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what inputs are for (%(default)s)")
     options = parser.parse_args(argv)
     try:
@@ -171,13 +197,21 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--device: {error}")
     gc.freeze()  # what was imported, as a rank does (cluster/imports.py)
     found = [
-        measure(policy, num, options.steps, recorded=options.recorded, longest=options.longest, device=device)
+        measure(
+            policy,
+            num,
+            options.steps,
+            recorded=options.recorded,
+            longest=options.longest,
+            num_groups=options.groups,
+            device=device,
+        )
         for num in options.sequences
         for policy in options.policy
     ]
     _print(found)
     times = list(map(asdict, found))
-    asked = {name: getattr(options, name) for name in ("steps", "recorded", "longest", "device")}
+    asked = {name: getattr(options, name) for name in ("steps", "recorded", "longest", "groups", "device")}
     end_with_line("step_time", {**asked, "times": times})
 
 
