@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel.description import MoeDescription, RouterScore
-from parallel.kernels.base import PackedLinear, RouterWeights
+from parallel.kernels.base import PackedLinear
 from parallel.layer import LayerContext
 from parallel.shard import ShardedParameter, replicated
 
@@ -56,10 +56,10 @@ class Router:
             yield replicated(f"{prefix}.choice_bias", self._choice_bias_X)
 
     @property
-    def weights(self) -> RouterWeights:
-        """What it has learned, until `finish_loading`."""
+    def weights(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """[X, E], the bias [X] and the choice's bias [X], until `finish_loading`."""
         assert self._weight_XE is not None, "weights are gone after finish_loading"
-        return RouterWeights(self._weight_XE, self._bias_X, self._choice_bias_X)
+        return self._weight_XE, self._bias_X, self._choice_bias_X
 
     def finish_loading(self) -> None:
         """Hand weight and bias to the kernels."""

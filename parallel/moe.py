@@ -138,7 +138,7 @@ class Experts:
         assert self._weights is not None, "finish_loading is called once"
         self._packed = self._context.pack_experts(self._weights)
         if isinstance(self._packed, RoutingExperts):
-            self._route = self._packed.routed_by(self._moe, router.weights)
+            self._route = self._packed.routed_by(self._moe, *router.weights)
         self._weights = None
 
     def _into(self, name: str, leaf: str, tensor: Tensor) -> ShardedParameter:

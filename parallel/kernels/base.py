@@ -483,23 +483,14 @@ class PackedExperts(Protocol):
         """
 
 
-class RouterWeights(NamedTuple):
-    """What a router has learned; X is here the experts of the whole layer."""
-
-    weight_XE: Tensor  # noqa: N815
-    """In the dtype in which logits are compared."""
-    bias_X: Tensor | None = None  # noqa: N815
-    """Of the logits, in the same dtype."""
-    choice_bias_X: Tensor | None = None  # noqa: N815
-    """Float32; see `MoeDescription.choice_bias`."""
-
-
 @runtime_checkable
 class RoutingExperts(PackedExperts, Protocol):
     """Experts that may choose for themselves."""
 
-    def routed_by(self, moe: MoeDescription, router: RouterWeights) -> Callable[[Tensor], Tensor] | None:
-        """Return [T, E] -> [T, E]: the same for the experts that a router with these weights chooses.
+    def routed_by(
+        self, moe: MoeDescription, weight_XE: Tensor, bias_X: Tensor | None, choice_bias_X: Tensor | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return [T, E] -> [T, E]: the same for the experts that a router with this weight chooses.
 
-        None: the caller chooses.
+        Logits are compared in its dtype; the choice's bias is float32. None: the caller chooses.
         """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel.description import Activation, MoeDescription, RouterScore
 from parallel.host_memory import HugePages
-from parallel.kernels.base import ExpertWeights, RouterWeights
+from parallel.kernels.base import ExpertWeights
 from parallel.kernels.native.int8_linear import pack_int8
 from parallel.kernels.native.library import (
     EXPERT_SCORES,
@@ -57,7 +57,8 @@ class NativeExperts:
                 if into is not None:
                     _put_gates_first(into)
         into, down = (self._pack(weight.flatten(0, 1), int8) for weight in (weights.into_XJE, weights.down_XEI))
-        self._kept = into, down, weights.into_bias_XJ, weights.down_bias_XE
+        self._kept = [into, down, weights.into_bias_XJ, weights.down_bias_XE]
+        """What the library has addresses of."""
         num_experts, hidden_size, inner_size = weights.down_XEI.shape
         self._matrices = ExpertMatrices(
             into=into.data_ptr(),
@@ -90,15 +91,17 @@ class NativeExperts:
         )
         return out_TE
 
-    def routed_by(self, moe: MoeDescription, router: RouterWeights) -> Callable[[Tensor], Tensor] | None:
+    def routed_by(
+        self, moe: MoeDescription, weight_XE: Tensor, bias_X: Tensor | None, choice_bias_X: Tensor | None
+    ) -> Callable[[Tensor], Tensor] | None:
         """See `RoutingExperts`; where all experts are here, and nothing of the router is lost in the model's dtype."""
-        weight_XE, bias_X = (None if x is None else _exactly(x, self._programs.dtype) for x in router[:2])
-        if weight_XE is None or (bias_X is None) != (router.bias_X is None):
+        dtype = self._programs.dtype
+        if not all(x is None or torch.equal(x.to(dtype).to(x.dtype), x) for x in (weight_XE, bias_X)):
             return None
-        is_by_logits = moe.num_chosen_groups == moe.num_groups and router.choice_bias_X is None
+        is_by_logits = moe.num_chosen_groups == moe.num_groups and choice_bias_X is None
         if moe.num_experts != self._matrices.num_experts or not (is_by_logits or moe.score is RouterScore.SIGMOID):
             return None
-        keeps_sums = router.weight_XE.dtype is torch.float32
+        keeps_sums = weight_XE.dtype is torch.float32
         choice = ExpertChoice(
             num_chosen=moe.num_chosen,
             score=EXPERT_SCORES.index(moe.score),
@@ -106,19 +109,19 @@ class NativeExperts:
             multiplier=moe.weight_multiplier,
             num_groups=moe.num_groups,
             num_chosen_groups=moe.num_chosen_groups,
-            bias=_address(router.choice_bias_X),
+            bias=_address(choice_bias_X),
             are_logits_float=keeps_sums,
         )
         linear = NativeLinear(
-            _in_whole_panels(weight_XE),
-            None if bias_X is None else _in_whole_panels(bias_X),
+            _in_whole_panels(weight_XE.to(dtype)),
+            None if bias_X is None else _in_whole_panels(bias_X.to(dtype)),
             self._programs,
             self._recorder,
             self._num_threads,
             memory=HugePages(),
             keeps_sums=keeps_sums,
         )
-        self._choice_bias_X = router.choice_bias_X
+        self._kept.append(choice_bias_X)
         return partial(self._route, linear, ExpertLayer(matrices=self._matrices, choice=choice))
 
     def _route(self, router: NativeLinear, layer: ExpertLayer, x_TE: Tensor) -> Tensor:
@@ -137,12 +140,6 @@ def _put_gates_first(into_XJ: Tensor) -> None:
     """Rows that alternate, of each expert, become all gates and then all that they gate, in place."""
     for expert in into_XJ:
         expert.copy_(torch.cat((expert[0::2], expert[1::2])))
-
-
-def _exactly(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return it in this dtype; None where numbers would be rounded."""
-    rounded = x.to(dtype)
-    return rounded if torch.equal(rounded.to(x.dtype), x) else None
 
 
 def _in_whole_panels(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from parallel.activation import clamped_gate
 from parallel.description import Activation, ClampedGate, MoeDescription, RouterScore
 from parallel.expert_router import choose_experts
-from parallel.kernels.base import ExpertWeights, RouterWeights
+from parallel.kernels.base import ExpertWeights
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.int8_linear import Int8Linear
@@ -175,7 +175,7 @@ def test_they_choose_as_the_router_does(
     choice_bias_X = torch.randn(40, generator=generator).mul_(0.3) if moe.choice_bias else None
     x = torch.randn(num_tokens, 64, generator=generator).to(programs.dtype)
     experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
-    route = experts.routed_by(moe, RouterWeights(router_XE, bias_X, choice_bias_X))
+    route = experts.routed_by(moe, router_XE, bias_X, choice_bias_X)
     assert route is not None
     logits = F.linear(x.float(), router_XE.float(), None if bias_X is None else bias_X.float()).to(dtype)
     expected = experts(x, *choose_experts(moe, logits, choice_bias_X))
@@ -185,7 +185,7 @@ def test_they_choose_as_the_router_does(
 @pytest.mark.parametrize("moe", [_moe(), _moe(score=RouterScore.SIGMOID)], ids=["softmax", "sigmoid"])
 def test_a_token_whose_logits_are_no_numbers_has_none_and_others_have(moe: MoeDescription, programs: Programs) -> None:
     route = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2).routed_by(
-        moe, RouterWeights(torch.ones(40, 64).to(programs.dtype))
+        moe, torch.ones(40, 64).to(programs.dtype), None, None
     )
     assert route is not None
     x = torch.ones(3, 64).to(programs.dtype)
@@ -208,7 +208,7 @@ def test_what_they_do_not_choose_is_chosen_before(moe: MoeDescription, programs:
     experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
     choice_bias_X = torch.zeros(40) if moe.choice_bias else None
     weight_XE = torch.zeros(moe.num_experts, 64).to(programs.dtype)
-    assert experts.routed_by(moe, RouterWeights(weight_XE, None, choice_bias_X)) is None
+    assert experts.routed_by(moe, weight_XE, None, choice_bias_X) is None
 
 
 def test_a_router_whose_weights_would_be_rounded_stays_as_it_is(programs: Programs) -> None:
@@ -217,8 +217,8 @@ def test_a_router_whose_weights_would_be_rounded_stays_as_it_is(programs: Progra
     experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
     moe = _moe(score=RouterScore.SIGMOID)
     for weight, bias in ((0.1, 1.0), (1.0, 0.1)):
-        assert experts.routed_by(moe, RouterWeights(torch.full((40, 64), weight), torch.full((40,), bias))) is None
-    assert experts.routed_by(moe, RouterWeights(torch.ones(40, 64), torch.ones(40))) is not None
+        assert experts.routed_by(moe, torch.full((40, 64), weight), torch.full((40,), bias), None) is None
+    assert experts.routed_by(moe, torch.ones(40, 64), torch.ones(40), None) is not None
 
 
 def test_a_logit_in_float32_is_not_rounded_before_experts_are_compared(programs: Programs) -> None:
@@ -228,7 +228,7 @@ def test_a_logit_in_float32_is_not_rounded_before_experts_are_compared(programs:
     weight_XE = torch.zeros(40, 64)
     weight_XE[:, 0], weight_XE[-3:, 1] = 2**-8, 2**-8
     experts = NativeExperts(_weights(40, dtype=programs.dtype), programs, Recorder(), 2)
-    route = experts.routed_by(moe, RouterWeights(weight_XE))
+    route = experts.routed_by(moe, weight_XE, None, None)
     assert route is not None
     chosen = torch.tensor([[37, 38, 39]])[:, -moe.num_chosen :]
     weights = torch.full(chosen.shape, 1 + 2**-8).sigmoid()
