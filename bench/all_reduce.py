@@ -5,8 +5,9 @@ python -m bench.all_reduce [--ranks 2,4] [--sizes 4,16,64,256,1024] [--device au
 The ranks are processes of this machine and meet as those of a group do. All call the same all-reduces one after the
 other, with nothing in between; rank 0 measures. Every way has its turn in each round, after one that is not counted.
 
-    CPU     Unix sockets        Weft's own exchange (parallel/local_exchange.py), which takes up to 128 KB
-            gloo                what is larger, and here all sizes
+    CPU     shared memory       what the layers do (parallel/kernels/native/all_reduce.h), where a compiler is found
+            Unix sockets        what is done elsewhere (parallel/local_exchange.py) up to 128 KB
+            gloo                the same beyond, and here for all sizes
     CUDA    NCCL, eager         each call is queued by the host, as in a step that is not recorded
             NCCL, recorded      many in a CUDA graph; a value is the mean over a replay, and p99 is that of replays
             one-shot            the same two by memory that the ranks share (parallel/one_shot.py), for what it takes
@@ -35,10 +36,11 @@ from bench.load.hardware import recorded
 from bench.load.statistics import percentile
 from bench.result_line import add_json_flag, end_with_line
 from bench.script import make_parser, run_script
-from parallel.collectives import all_reduce
+from parallel.collectives import all_reduce, share_memory
 from parallel.device.base import Device
 from parallel.device.select import NAMES, select_device
 from parallel.dtypes import DTYPES
+from parallel.kernels.select import select_kernels
 from parallel.local_exchange import MAX_BYTES
 from parallel.mesh import Axis
 from workers.config import DeviceName, EngineConfig, ParallelConfig
@@ -158,6 +160,7 @@ def _take_part(options: Options, num_ranks: int, rank: int, host: str, store: TC
     config = EngineConfig(model="", device=options.device, parallel=parallel)  # no model is loaded
     axis = join_mesh(config, rank, host, store).tp
     device = select_device(options.device, rank)
+    share_memory(axis, select_kernels(device.torch_device, DTYPES[options.dtype]))
     timings = [_measure_size(axis, device, size_kb << 10, options) for size_kb in options.sizes_kb]
     dist.destroy_process_group()
     return [timing for ways in timings for timing in ways]
@@ -180,16 +183,18 @@ def _measure_size(axis: Axis, device: Device, num_bytes: int, options: Options) 
 
 def _ways(x: Tensor, axis: Axis, device: Device) -> dict[str, Callable[[], list[float]]]:
     """Return what measures a round, by the way's name: it gives seconds of an all-reduce, many times."""
-    eager = partial(all_reduce, x, axis)
     if device.works_by_itself:
         ways = _gpu_ways("NCCL", x, replace(axis, one_shot=None), device)
         if axis.one_shot is not None and axis.one_shot.takes(x):
             ways |= _gpu_ways("one-shot", x, axis, device)
         return ways
-    gloo = partial(_time_each, device, partial(all_reduce, x, replace(axis, local=None)))
-    if axis.local is None or x.nbytes > MAX_BYTES:
-        return {"gloo": gloo}
-    return {"Unix sockets": partial(_time_each, device, eager), "gloo": gloo}
+    axes = {}
+    if axis.one_shot is not None:
+        axes["shared memory"] = axis
+    if axis.local is not None and x.nbytes <= MAX_BYTES:
+        axes["Unix sockets"] = replace(axis, one_shot=None)
+    axes["gloo"] = replace(axis, one_shot=None, local=None)
+    return {way: partial(_time_each, device, partial(all_reduce, x, of_way)) for way, of_way in axes.items()}
 
 
 def _gpu_ways(name: str, x: Tensor, axis: Axis, device: Device) -> dict[str, Callable[[], list[float]]]:

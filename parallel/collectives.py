@@ -5,14 +5,16 @@ Every rank of the axis makes the same calls in the same order. A peer that is go
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from mmap import mmap
 from time import perf_counter
+from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.errors import CollectiveError
 from parallel.local_exchange import MAX_BYTES
-from parallel.mesh import Axis
+from parallel.mesh import Axis, OneShot
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -24,13 +26,13 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     axis.counts["all_reduce"] += 1
     start_s = perf_counter()
     try:
-        if axis.local is not None and x.nbytes <= MAX_BYTES:
-            return axis.local.sum(x)
         if axis.one_shot is not None and axis.one_shot.takes(x):
             return axis.one_shot.sum(x)
+        if axis.local is not None and x.nbytes <= MAX_BYTES:
+            return axis.local.sum(x)
         dist.all_reduce(x, group=axis.group)
     except (RuntimeError, OSError) as error:
-        raise _collective_error("all_reduce", axis, error) from error
+        raise collective_error("all_reduce", axis, error) from error
     finally:
         axis.wait_s += perf_counter() - start_s
     return x
@@ -66,16 +68,40 @@ def broadcast(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
+@runtime_checkable
+class OneShotKernels(Protocol):
+    """Kernels that add up in memory which the CPU ranks of one machine share."""
+
+    @property
+    def shared_rank_bytes(self) -> int:
+        """What each rank needs of it; 0: they cannot here."""
+
+    def make_one_shot(self, memory: mmap, axis: Axis) -> OneShot:
+        """Return what adds up over the axis in this memory, which is zero, and nobody else's."""
+
+
+def share_memory(axis: Axis, kernels: object) -> None:
+    """Let ranks on one machine's CPUs add up as these kernels can. All ranks of the axis call it."""
+    if axis.local is None or axis.group is None:
+        return
+    rank_bytes = kernels.shared_rank_bytes if isinstance(kernels, OneShotKernels) else 0
+    memory = axis.local.share_memory(rank_bytes * axis.size, axis.group)
+    axis.one_shot = None
+    if memory is not None and isinstance(kernels, OneShotKernels):
+        axis.one_shot = kernels.make_one_shot(memory, axis)
+
+
 @contextmanager
 def _translated(kind: str, axis: Axis) -> Iterator[None]:
     start_s = perf_counter()
     try:
         yield
     except (RuntimeError, OSError) as error:
-        raise _collective_error(kind, axis, error) from error
+        raise collective_error(kind, axis, error) from error
     finally:
         axis.wait_s += perf_counter() - start_s
 
 
-def _collective_error(kind: str, axis: Axis, error: Exception) -> CollectiveError:
+def collective_error(kind: str, axis: Axis, error: Exception) -> CollectiveError:
+    """What to raise when ranks did not meet."""
     return CollectiveError(f"{kind} failed on rank {axis.rank} of {axis.size}: a peer died or took too long ({error})")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel.alibi import key_bias
 from parallel.attention import Angles
+from parallel.collectives import share_memory
 from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
@@ -95,6 +96,7 @@ class Decoder:
         self._layers = [make_decoder_layer(description, i, bias_NP, context=context) for i in self.layer_indices]
         rotaries = [description.rotaries[i] for i in self.layer_indices]
         self._rotations = LayerRotations(rotaries, description.max_context, device=device)
+        share_memory(mesh.tp, kernels)
         self._run = kernels.compile_layers(self._run_layers, mesh.tp)
         self._started = self._run if isinstance(self._run, StartedLayers) else None
         self._embedding: InputEmbedding | None = None

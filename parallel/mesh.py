@@ -9,13 +9,29 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.errors import ParallelismError
 from parallel.local_exchange import LocalExchange
-from parallel.one_shot import OneShotAllReduce
+
+
+class OneShot(Protocol):
+    """Adds up what the ranks of one machine have, in memory that they share: each reads what all others have put there.
+
+    The order is that of the ranks, so that all get the same bits.
+    """
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this tensor is added up here; the same on all ranks, for the answer follows from what it is like."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, which is contiguous, one that it `takes`, and may be overwritten.
+
+        Raises OSError or RuntimeError when a peer is gone or late.
+        """
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -29,8 +45,8 @@ class Axis:
     """Group of the axis in torch.distributed; None exactly when the size is 1."""
     local: LocalExchange | None = None
     """Faster exchange of small tensors, where all ranks of the axis are on one machine's CPUs."""
-    one_shot: OneShotAllReduce | None = None
-    """Faster way for small all-reduces, where all ranks of the axis are on one machine's GPUs."""
+    one_shot: OneShot | None = None
+    """Faster way for the all-reduces that it takes, where all ranks of the axis are on one machine."""
     counts: Counter[str] = field(default_factory=Counter)
     """Collectives called on this rank, by kind; on an axis of size 1 there are none."""
     stand_in: Callable[[Tensor], Tensor] | None = None

@@ -4,6 +4,7 @@ Each is one pass over memory. What the compiled kernels do not take (odd head si
 """
 
 import ctypes
+import mmap
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -32,22 +33,25 @@ from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import (
     ACTIVATIONS,
     LANES,
+    AllReduces,
     Int8Operations,
     LayerParams,
     Operations,
     Programs,
     StepLayout,
     build_for,
+    load_all_reduces,
     load_int8,
     load_operations,
     load_programs,
 )
 from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack, can_pack_in_place
 from parallel.kernels.native.program import CompiledLayers
+from parallel.kernels.native.rank_sums import NativeAllReduce
 from parallel.kernels.native.tape import Recorder, Tape
 from parallel.kernels.reference import rotate_then_write
 from parallel.kernels.sampling import largest_outputs
-from parallel.mesh import Axis
+from parallel.mesh import Axis, OneShot
 
 
 class NativeCpuKernels:
@@ -58,6 +62,7 @@ class NativeCpuKernels:
         programs: the compiled products and programs; None: the CPU has not the instructions.
         num_threads: of torch's OpenMP pool, which the kernels share.
         int8: the compiled products in 8 bits by dtype of the model; empty: the CPU has not the instructions.
+        all_reduces: the compiled sums over ranks; None: the system has not the means.
     """
 
     name = "cpu-native"
@@ -71,8 +76,10 @@ class NativeCpuKernels:
         programs: Programs | None,
         num_threads: int,
         int8: Mapping[torch.dtype, Int8Operations] | None = None,
+        all_reduces: AllReduces | None = None,
     ) -> None:
         self._int8 = int8 or {}
+        self._all_reduces = all_reduces
         self._operations = operations
         self._programs = programs
         self._num_threads = num_threads
@@ -89,7 +96,13 @@ class NativeCpuKernels:
     def build(cls, dtype: torch.dtype = torch.bfloat16) -> "NativeCpuKernels":
         """Compile where needed, and load what a model in `dtype` wants. Raises DeviceError when this machine cannot."""
         library = build_for(dtype)
-        return cls(load_operations(library), load_programs(library), torch.get_num_threads(), load_int8(library))
+        return cls(
+            load_operations(library),
+            load_programs(library),
+            torch.get_num_threads(),
+            load_int8(library),
+            load_all_reduces(library),
+        )
 
     def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
         """See `Kernels.empty_linear`."""
@@ -171,9 +184,19 @@ class NativeCpuKernels:
 
     def compile_layers(self, run: RunLayers, axis: Axis) -> RunLayers:
         """See `Kernels.compile_layers`."""
-        if self._programs is None or axis.size > 1:
+        if self._programs is None or (axis.size > 1 and not isinstance(axis.one_shot, NativeAllReduce)):
             return run
-        return CompiledLayers(run, self._recorder, self._programs, self._num_threads)
+        return CompiledLayers(run, self._recorder, self._programs, self._num_threads, axis)
+
+    @property
+    def shared_rank_bytes(self) -> int:
+        """See `collectives.OneShotKernels`."""
+        return 0 if self._all_reduces is None else self._all_reduces.rank_bytes
+
+    def make_one_shot(self, memory: mmap.mmap, axis: Axis) -> OneShot:
+        """See `collectives.OneShotKernels`."""
+        assert self._all_reduces is not None, "shared_rank_bytes"
+        return NativeAllReduce(self._all_reduces.sums, memory, axis, self._recorder, self._num_threads)
 
     def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""

@@ -228,10 +228,11 @@ EXPORT void weft_choose_and_run_experts(void* out, const void* x, int64_t x_row_
     });
 }
 
-EXPORT void weft_run(const Operation* operations, int count, const Step* step) {
+// Of a program: 0, or why its results are not there, a Meeting.
+EXPORT int weft_run(const Operation* operations, int count, const Step* step) {
     Program<Number> program(operations, count, *step);
     on_team(step->num_threads, program.num_sections(), [&](Team& team) { program.run(team); });
-    program.write_found();
+    return program.finish();
 }
 
 EXPORT int weft_can_start(int num_threads) { return StartedTeam::can_start(num_threads); }
@@ -241,14 +242,39 @@ EXPORT StartedProgram* weft_start(const Operation* operations, int count, const 
     return new StartedProgram(operations, count, *step);
 }
 
-EXPORT void weft_finish(StartedProgram* started) {
-    started->finish();
+EXPORT int weft_finish(StartedProgram* started) {
+    const int meeting = started->finish();
     delete started;
+    return meeting;
 }
 
 #else
 
 EXPORT int weft_has_programs(void) { return 0; }
+
+#endif
+
+#ifdef WEFT_HAS_ALL_REDUCE
+
+EXPORT int64_t weft_rank_bytes(void) { return RANK_BYTES; }
+
+// A Meeting. Ranks call it in the same order, and none while a program of theirs runs.
+#define DEFINE_ALL_REDUCE(NAME, T)                                                                                      \
+    EXPORT int weft_all_reduce_##NAME(SharedRanks* ranks, void* x, int64_t count, int num_threads) {                    \
+        AllReduce sum(*ranks);                                                                                          \
+        const int num_sections = int(AllReduce::num_chunks(count * int64_t(sizeof(T)))) * AllReduce::SECTIONS;          \
+        on_team(threads_for(count, num_threads), num_sections, [&](Team& team) {                                        \
+            int64_t num_done = 0;                                                                                       \
+            sum.run(static_cast<T*>(x), count, num_done, team);                                                         \
+        });                                                                                                             \
+        return int(sum.meeting());                                                                                      \
+    }
+
+FOR_EACH_TYPE(DEFINE_ALL_REDUCE)
+
+#else
+
+EXPORT int64_t weft_rank_bytes(void) { return 0; }
 
 #endif
 

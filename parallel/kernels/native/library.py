@@ -1,8 +1,8 @@
 """The compiled kernels as Python functions: ctypes signatures, and the structures that attention_plan.h reads."""
 
 import ctypes
-from collections.abc import Callable
-from ctypes import c_bool, c_float, c_int, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Mapping
+from ctypes import c_bool, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -110,6 +110,7 @@ class Kind(IntEnum):
     COPY = 16
     MULTIPLY_HEADS = 17
     MULTIPLY_FLOAT = 18
+    ALL_REDUCE = 19
 
 
 class Operation(ctypes.Structure):
@@ -265,6 +266,30 @@ class ExpertLayer(ctypes.Structure):
     _fields_ = (("matrices", ExpertMatrices), ("choice", ExpertChoice))
 
 
+class SharedRanks(ctypes.Structure):
+    """One rank's view of the memory in which ranks add up; `SharedRanks` of all_reduce.h."""
+
+    _fields_ = (
+        ("memory", c_void_p),
+        ("sockets", c_void_p),
+        ("rank", c_int32),
+        ("num_ranks", c_int32),
+        ("timeout_us", c_int64),
+        ("num_put", c_uint32),
+        ("waited_ns", c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduces:
+    """Sums over ranks in memory that they share; see all_reduce.h."""
+
+    rank_bytes: int
+    """What each rank needs of it."""
+    sums: Mapping[torch.dtype, Callable[..., int]]
+    """Those of each dtype; what they return is a `Meeting` of rank_sums.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operations:
     """The kernels of one dtype. Arguments as in kernels.cpp: addresses, strides in elements, and the threads last."""
@@ -320,13 +345,14 @@ class Programs:
     """What the experts of a layer give for some tokens; see experts.h."""
     choose_and_run_experts: Callable[..., None]
     """The same of experts that are chosen by their logits."""
-    run: Callable[..., None]
+    run: Callable[..., int]
+    """What it returns, and `finish`, is a `Meeting` of rank_sums.py; 0 where nothing is added up over ranks."""
     can_start: Callable[[int], bool]
     """Whether `start`, with so many threads, has another one than the caller's."""
     start: Callable[..., int]
     """Has other threads begin what `run` does; what it points to stays until the caller has joined them in `finish`,
     which takes what this returned. The caller starts nothing else on several threads meanwhile."""
-    finish: Callable[[int], None]
+    finish: Callable[[int], int]
     has_dot_products: Callable[[int, bool], bool]
     """Whether the CPU has dot products for heads of this size, of 8 bits or not; see `Operations`."""
 
@@ -390,10 +416,10 @@ def load_programs(library: Path) -> Programs | None:
             "weft_choose_and_run_experts",
             (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_void_p, c_int),
         ),
-        run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p)),
+        run=_function(loaded, "weft_run", (c_void_p, c_int, c_void_p), c_int),
         can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),
         start=_function(loaded, "weft_start", (c_void_p, c_int, c_void_p), c_void_p),
-        finish=_function(loaded, "weft_finish", (c_void_p,)),
+        finish=_function(loaded, "weft_finish", (c_void_p,), c_int),
         has_dot_products=_has_dot_products(loaded, "number"),
     )
 
@@ -404,6 +430,18 @@ def load_int8(library: Path) -> dict[torch.dtype, Int8Operations]:
     if not loaded.weft_has_int8():
         return {}
     return {dtype: _int8_operations(loaded, name) for dtype, name in _names(loaded).items()}
+
+
+def load_all_reduces(library: Path) -> AllReduces | None:
+    """Return what adds up over ranks; None where the system has not the means. Raises DeviceError as the others do."""
+    loaded = _load(library)
+    rank_bytes = _function(loaded, "weft_rank_bytes", (), c_int64)()
+    if not rank_bytes:
+        return None
+    arguments = (c_void_p, c_void_p, c_int64, c_int)
+    names = _names(loaded)
+    sums = {dtype: _function(loaded, f"weft_all_reduce_{name}", arguments, c_int) for dtype, name in names.items()}
+    return AllReduces(rank_bytes=rank_bytes, sums=sums)
 
 
 def load_largest(library: Path) -> dict[torch.dtype, Callable[..., None]]:

@@ -8,9 +8,11 @@
 #include <deque>
 #include <iterator>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
+#include "all_reduce.h"
 #include "attention.h"
 #include "cache_int8.h"
 #include "elementwise.h"
@@ -29,17 +31,17 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD, GATE_ROWS, CLAMP, COPY, MULTIPLY_HEADS, MULTIPLY_FLOAT };
+enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD, GATE_ROWS, CLAMP, COPY, MULTIPLY_HEADS, MULTIPLY_FLOAT, ALL_REDUCE };
 
 struct Operation {
     Kind kind;
     int32_t index;      // the layer of a cache, or the angles of a rotation
-    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS, what ADD adds, x of GATE_ROWS
+    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS, what ADD adds (buffer -1: the weight, to each row), x of GATE_ROWS
     Place out;
     int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
     int32_t flag;                // weight is float32; pairs are interleaved; the Activation of ACTIVATE and GATE
     float eps;                   // of a norm, the factor of SCALE, or the limit of CLAMP
-    const void* weight;          // of a norm or gate, a matrix as packed, or an ExpertLayer
+    const void* weight;          // of a norm, gate or ADD, a matrix as packed, an ExpertLayer, or the SharedRanks of ALL_REDUCE
     const void* bias;
     int64_t weight_stride;       // between the weights of heads
     int32_t in_head_stride, out_head_stride;  // of ROTARY, COPY and MULTIPLY_HEADS
@@ -113,19 +115,27 @@ class Program {
         find_packed();
         place_experts();
         place_heads();
+#ifdef WEFT_HAS_ALL_REDUCE
+        for (int i = 0; i < count; i++)
+            if (operations[i].kind == Kind::ALL_REDUCE) {
+                all_reduce_.emplace(*static_cast<SharedRanks*>(const_cast<void*>(operations[i].weight)));
+                break;  // all have the same
+            }
+#endif
         const Place searched{step.searched, 0};
         const int num_rows = int(step.num_kept < 0 ? step.num_tokens : step.num_kept);
         if (step.table && num_rows > 0) search_ = std::make_unique<TableSearch>(*step.table, LeftRows{at(searched), stride(searched), num_rows}, step.num_threads);
     }
 
     int num_sections() const {
-        return 2 + count_ * MULTIPLY_SECTIONS + int(experts_.size()) * ExpertProducts::SECTIONS +
+        return 2 + count_ * MULTIPLY_SECTIONS + num_sections_of_sums() + int(experts_.size()) * ExpertProducts::SECTIONS +
                int(heads_.size()) * ProductsOfHeads::SECTIONS + TableSearch::SECTIONS;
     }
 
     void run(Team& team) {
         if (step_.embedding) look_up(*step_.embedding, team);
         int num_attentions = 0, num_experts = 0, num_heads = 0;
+        int64_t num_chunks = 0;
         for (int i = 0; i < count_; i++) {
             if (i == num_whole_) {
                 if (step_.num_kept == 0) return;
@@ -136,15 +146,21 @@ class Program {
                 run_experts(operations_[i], *experts_[num_experts++], team);
             else if (operations_[i].kind == Kind::MULTIPLY_HEADS)
                 heads_[num_heads++].run(team);
-            else
+            else if (operations_[i].kind == Kind::ALL_REDUCE) {
+                if (!add_up(i, num_chunks, team)) return;
+            } else
                 run(i, plan, team);
         }
         if (search_) search_->run(team);
     }
 
-    // When the team is done.
-    void write_found() const {
+    // When the team is done. Returns whether its results are there: a Meeting.
+    int finish() const {
+#ifdef WEFT_HAS_ALL_REDUCE
+        if (all_reduce_ && all_reduce_->meeting() != Meeting::DONE) return int(all_reduce_->meeting());
+#endif
         if (search_) search_->write();
+        return 0;
     }
 
   private:
@@ -204,6 +220,22 @@ class Program {
         products.choose(at(o.second), stride(o.second) * int64_t(sizeof(T)), static_cast<const ExpertLayer*>(o.weight)->choice, team);
         products.run(team);
     }
+
+#ifdef WEFT_HAS_ALL_REDUCE
+    int num_sections_of_sums() const {
+        int64_t num_chunks = 0;
+        for (int i = 0; i < count_; i++)
+            if (operations_[i].kind == Kind::ALL_REDUCE) num_chunks += AllReduce::num_chunks(num_tokens(i) * operations_[i].size * int64_t(sizeof(T)));
+        return int(num_chunks) * AllReduce::SECTIONS;
+    }
+
+    bool add_up(int index, int64_t& num_chunks, Team& team) {
+        return all_reduce_->run(at(operations_[index].in), num_tokens(index) * operations_[index].size, num_chunks, team);
+    }
+#else
+    int num_sections_of_sums() const { return 0; }
+    bool add_up(int, int64_t&, Team&) { return false; }  // there is none
+#endif
 
     int64_t num_tokens(int index) const { return index < num_whole_ ? step_.num_tokens : step_.num_kept; }
 
@@ -292,6 +324,7 @@ class Program {
             case Kind::COPY:
                 return copy_heads(out_heads(o), in_heads(o), num_tokens(index), o.num_heads, o.size, team);
             case Kind::ADD:
+                if (o.second.buffer < 0) return add(at(o.in), stride(o.in), static_cast<const T*>(o.weight), 0, num_tokens(index), o.size, team);
                 return add(at(o.in), stride(o.in), at(o.second), stride(o.second), num_tokens(index), o.size, team);
             case Kind::GATE_ROWS:
                 return gate_rows(at(o.in), stride(o.in), at(o.second), stride(o.second), static_cast<const T*>(o.weight), num_tokens(index),
@@ -325,6 +358,7 @@ class Program {
             }
             case Kind::EXPERTS:
             case Kind::MULTIPLY_HEADS:
+            case Kind::ALL_REDUCE:
                 return;  // they are objects
 #ifdef WEFT_HAS_INT8
             case Kind::MULTIPLY_INT8:
@@ -359,6 +393,9 @@ class Program {
     std::vector<std::unique_ptr<ExpertProducts>> experts_;  // of each such operation
     std::deque<ProductsOfHeads> heads_;                     // the same
     std::unique_ptr<TableSearch> search_;
+#ifdef WEFT_HAS_ALL_REDUCE
+    std::optional<AllReduce> all_reduce_;
+#endif
 };
 
 // A program under way. What the step points to stays until it has finished.
@@ -367,9 +404,9 @@ class StartedProgram {
     StartedProgram(const Operation* operations, int count, const Step& step)
         : step_(step), program_(operations, count, step_), team_(step.num_threads, program_.num_sections(), [this](Team& team) { program_.run(team); }) {}
 
-    void finish() {
+    int finish() {
         team_.finish();
-        program_.write_found();
+        return program_.finish();
     }
 
   private:

@@ -33,7 +33,9 @@ from parallel.kernels.native.library import (
     to_draw_array,
 )
 from parallel.kernels.native.packed_linear import PANEL, NativeTable
+from parallel.kernels.native.rank_sums import NativeAllReduce
 from parallel.kernels.native.tape import CannotRecordError, OnlyKernels, Recorder, Tape
+from parallel.mesh import Axis
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +50,14 @@ _MOST_CONTEXT = 2048
 class CompiledLayers:
     """Implements `RunLayers`: the layers as they are once, and their recording from then on."""
 
-    def __init__(self, run: RunLayers, recorder: Recorder, programs: Programs, num_threads: int) -> None:
+    def __init__(self, run: RunLayers, recorder: Recorder, programs: Programs, num_threads: int, axis: Axis) -> None:
+        """`axis`: of the tensor-parallel ranks; where there are others, its `one_shot` is a NativeAllReduce."""
         self._run = run
         self._recorder = recorder
         self._programs = programs
         self._num_threads = num_threads
+        self._axis = axis
+        self._ranks = axis.one_shot if isinstance(axis.one_shot, NativeAllReduce) else None
         self._program: Program | None = None
         self._is_tried = False
 
@@ -93,7 +98,9 @@ class CompiledLayers:
         try:
             if tape.failure is not None:
                 raise CannotRecordError(tape.failure)
-            self._program = Program(tape, outputs, caches, self._programs, self._num_threads)
+            if self._axis.one_shot is not self._ranks:
+                raise CannotRecordError("another model's sums over ranks")
+            self._program = Program(tape, outputs, caches, self._programs, self._num_threads, self._ranks)
         except CannotRecordError as error:
             logger.info("the layers run one operation at a time: %s", error)
         return outputs
@@ -109,6 +116,7 @@ class Program:
         caches: Sequence[LayerCache],
         programs: Programs,
         num_threads: int,
+        ranks: NativeAllReduce | None,
     ) -> None:
         """Raises CannotRecordError when the outputs are not what the tape says."""
         if len(tape.num_heads) != 1 or len({cache.k_BPKH.shape[1:] for cache in caches}) != 1:
@@ -119,6 +127,8 @@ class Program:
         self._output = x.buffer
         self._tape = tape  # keeps what the operations point to
         self._programs = programs
+        self._ranks = ranks
+        self._num_sums = sum(operation.kind == Kind.ALL_REDUCE for operation in tape.operations)
         self.can_start = programs.can_start(num_threads)
         """Whether other threads can begin it."""
         self._is_always_fast = programs.has_dot_products(caches[0].k_BPKH.shape[3], caches[0].k_scale_BPK is not None)
@@ -161,7 +171,7 @@ class Program:
     ) -> tuple[Tensor, Tensor]:
         """See `RunLayers`. x becomes the residual stream."""
         out_TE = self._place(x_TE, angles, None, caches, metas)
-        self._programs.run(self._operations, len(self._operations), ctypes.byref(self._step))
+        self._check(self._programs.run(self._operations, len(self._operations), ctypes.byref(self._step)))
         return out_TE, x_TE
 
     def start(self, step: StartedStep) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
@@ -185,8 +195,13 @@ class Program:
         self, started: int, result: tuple[Tensor, Tensor, Tensor | None], step: StartedStep
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The tensors of `step`, to which the library points, live until here."""
-        self._programs.finish(started)
+        self._check(self._programs.finish(started))
         return result
+
+    def _check(self, meeting: int) -> None:
+        """Count what was added up over ranks. Raises CollectiveError when they did not meet."""
+        if self._ranks is not None:
+            self._ranks.note_program(self._num_sums, meeting)
 
     def _look_up(self, x: Lookup) -> Tensor:
         """Let the step begin with rows of a table; where they come."""

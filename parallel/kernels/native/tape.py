@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.description import Activation
 from parallel.kernels.base import LayerCache
-from parallel.kernels.native.library import ACTIVATIONS, ExpertLayer, Kind, LayerParams, Operation, Place
+from parallel.kernels.native.library import ACTIVATIONS, ExpertLayer, Kind, LayerParams, Operation, Place, SharedRanks
 
 _NONE = Place(buffer=-1, column=0)
 _HARMLESS = frozenset(
@@ -197,8 +197,19 @@ class Tape:
         )
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Note that y is added to x in place."""
-        self._add(Kind.ADD, input=self.read(x), second=self.read(y), size=x.shape[1:].numel())
+        """Note that y is added to x in place: as much as x, or a weight that is added to each row."""
+        size = x.shape[1:].numel()
+        if y.dim() == 1:
+            self._kept.append(y)
+            self._add(Kind.ADD, input=self.read(x), size=size, weight=y.data_ptr())
+        else:
+            self._add(Kind.ADD, input=self.read(x), second=self.read(y), size=size)
+
+    def all_reduce(self, x: Tensor, ranks: SharedRanks) -> None:
+        """Note that a tensor is added up over ranks, in place; `ranks` is kept by the caller."""
+        if x[0].nbytes != self.widths[self.read(x).buffer] * self._itemsize or x.itemsize != self._itemsize:
+            raise CannotRecordError(f"a sum over ranks of {tuple(x.shape)} {x.dtype}")
+        self._add(Kind.ALL_REDUCE, input=self.read(x), size=x.shape[1:].numel(), weight=addressof(ranks))
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache) -> None:
         """Note that keys and values are written to the cache of one of the layers."""
@@ -269,8 +280,8 @@ class Recorder:
 class OnlyKernels(TorchDispatchMode):
     """While this is entered, whatever torch computes by itself spoils the tape.
 
-    All but products with a number, limits of numbers and sums of two tensors, all in place, and parts of heads that are
-    put together.
+    All but products with a number, limits of numbers, sums of two tensors and of rows with a weight, all in place, and
+    parts of heads that are put together.
     """
 
     def __init__(self, recorder: Recorder, tape: Tape) -> None:
@@ -300,7 +311,10 @@ class OnlyKernels(TorchDispatchMode):
 
 
 def _are_alike(x: Tensor, y: Any) -> bool:
-    return isinstance(y, Tensor) and x.shape == y.shape and x.dtype is y.dtype
+    """Whether y is as much as x, or a dense row of it."""
+    if not isinstance(y, Tensor) or x.dtype is not y.dtype:
+        return False
+    return x.shape == y.shape or (x.dim() == 2 and y.shape == x.shape[1:] and y.is_contiguous())
 
 
 def _memory(x: Tensor) -> int:
