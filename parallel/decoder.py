@@ -137,7 +137,12 @@ class Decoder:
         return CacheEntry(num_heads=num_heads, head_dim=description.head_dim, dtype=self._cache_dtype)
 
     def forward(
-        self, x: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], metas: Sequence[AttentionMeta]
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metas: Sequence[AttentionMeta],
+        rows_S: Tensor | None = None,
     ) -> Tensor:
         """Run this stage's layers on a step's packed tokens. All ranks of the stage call it with the same tokens.
 
@@ -146,16 +151,20 @@ class Decoder:
             positions_T: [T] int64, each below `description.max_context`.
             caches: one for each layer of this stage; this step's keys and values are written to them.
             metas: where the tokens belong in each of the caches.
+            rows_S: the tokens whose result is wanted, [S] int64, ascending, the same on all ranks; None: all.
 
         Returns:
-            [T, E], the same on all ranks of the stage: normed, for `logits`, on the last stage, and good until the next
-            call; elsewhere what the next stage takes.
+            [T, E], or [S, E] of those rows, the same on all ranks of the stage: normed, for `logits`, on the last
+            stage, and good until the next call; elsewhere what the next stage takes.
 
         Raises:
             CollectiveError: a rank of the stage is gone.
         """
+        if rows_S is not None and self._started is not None and self._started.is_recorded(metas):
+            return self.start(x, positions_T, caches, metas, rows_S=rows_S, search=None)()[0]
         x_TE = x if self._embedding is None else self._embedding(x, positions_T)
-        return self._result(*self._run(x_TE, self._rotations(positions_T), caches, metas))
+        hidden_TE = self._result(*self._run(x_TE, self._rotations(positions_T), caches, metas))
+        return hidden_TE if rows_S is None else hidden_TE[rows_S]
 
     __call__ = forward
 
@@ -184,7 +193,7 @@ class Decoder:
         of the model computed before. Besides, it gives what `find` gives for these tokens and this search, good until
         the next start, or None if that is still to be asked for.
         """
-        assert self._started is not None, "can_start"
+        assert self._started is not None, "is_recorded"
         into: Tensor | Lookup = x
         if self._embedding is not None:
             into = self._embedding.lookup(x) or self._embedding(x, positions_T)

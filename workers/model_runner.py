@@ -239,8 +239,8 @@ class ModelRunner:
     def _run_layers(self, work: StepWork, metas: list[AttentionMeta]) -> tuple[torch.Tensor, None]:
         x = self._layers_input(work)
         self._clock.begin()
-        hidden, rows = self._decoder(x, work.inputs.positions, self._caches, metas), work.inputs.sample_rows
-        return hidden[rows] if self._mesh.is_last_stage and rows is not None else hidden, None
+        rows = work.inputs.sample_rows if self._mesh.is_last_stage else None
+        return self._decoder(x, work.inputs.positions, self._caches, metas, rows), None
 
     def _cost(self, work: StepWork, asked: _Asked) -> StepCost:
         meta, num_sampled = work.inputs.metas[0], len(work.inputs.sample_slots)

@@ -391,12 +391,15 @@ class StartedLayers(RunLayers, Protocol):
     def starts_steps(self) -> bool:
         """Whether there are steps that other threads can begin; known when one has been run."""
 
+    def is_recorded(self, metas: Sequence[AttentionMeta]) -> bool:
+        """Whether a step with these metas can be started."""
+
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
-        """Whether other threads can begin a step with these metas."""
+        """Whether other threads can begin it then."""
 
     def start(self, step: StartedStep) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
-        """Begin a step; what is returned joins in, and gives its result. It is called once, in the same thread, which
-        runs no other kernels before.
+        """Begin a step that `is_recorded`, where others can; what is returned joins in, and gives its result. It is
+        called once, in the same thread, which runs no other kernels before.
 
         Returns:
             the results of the wanted tokens, [S, E] each; besides, what the search found: `indices_T` of

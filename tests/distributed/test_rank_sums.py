@@ -183,7 +183,12 @@ def _run_model(
             make_meta(sorted(spans, key=lambda span: span[0] != 1), block_size=BLOCK_SIZE, num_blocks=120)
             for spans in STEPS
         ]
-        hidden = [run(decoder, caches, meta) for meta in metas]
+        hidden = []
+        for meta in metas:
+            hidden.append(of_all := run(decoder, caches, meta))
+            for rows in ([], [len(of_all) - 1], [*range(0, len(of_all), 3)]):
+                rows_S = torch.tensor(rows, dtype=torch.int64)
+                assert torch.equal(run(decoder, caches, meta, rows_S=rows_S), of_all[rows_S])
     finally:
         torch.set_num_threads(before)
     is_compiled = kind is NativeCpuKernels and compiled(decoder)._program is not None

@@ -156,11 +156,17 @@ def filled_caches(decoder: Decoder, num_blocks: int) -> list[LayerCache]:
     return [decoder.cache_entry.lay_out(memory, BLOCK_SIZE) for memory in memories]
 
 
-def run(decoder: Decoder, caches: list[LayerCache], meta: AttentionMeta, token_ids: Tensor | None = None) -> Tensor:
+def run(
+    decoder: Decoder,
+    caches: list[LayerCache],
+    meta: AttentionMeta,
+    token_ids: Tensor | None = None,
+    rows_S: Tensor | None = None,
+) -> Tensor:
     """The hidden states of a step; tokens are a function of their position."""
     positions = positions_of(meta)
     token_ids = positions * 7 % 512 if token_ids is None else token_ids
-    return decoder(token_ids, positions, caches, [meta] * decoder.num_local_layers).clone()
+    return decoder(token_ids, positions, caches, [meta] * decoder.num_local_layers, rows_S).clone()
 
 
 def positions_of(meta: AttentionMeta) -> Tensor:

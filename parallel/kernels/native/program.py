@@ -76,13 +76,17 @@ class CompiledLayers:
         """See `StartedLayers`."""
         return self._program is not None and self._program.can_start
 
+    def is_recorded(self, metas: Sequence[AttentionMeta]) -> bool:
+        """See `StartedLayers`."""
+        return self._program is not None and self._program.is_fast(metas[0])
+
     def can_start(self, metas: Sequence[AttentionMeta]) -> bool:
         """See `StartedLayers`."""
-        return self._program is not None and self._program.can_start and self._program.is_fast(metas[0])
+        return self.starts_steps and self.is_recorded(metas)
 
     def start(self, step: StartedStep) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """See `StartedLayers`."""
-        assert self._program is not None, "can_start"
+        assert self._program is not None, "is_recorded"
         return self._program.start(step)
 
     def _record(

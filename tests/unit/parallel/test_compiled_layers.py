@@ -214,10 +214,14 @@ def test_only_wanted_tokens_go_past_the_last_attention(name: str, int8_linears: 
 def test_one_thread_begins_nothing(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     decoder = load(tmp_path / "model", CONFIG, build())
-    meta = make_meta([(1, 40)], block_size=BLOCK_SIZE, num_blocks=40)
-    run(decoder, filled_caches(decoder, 120), meta)
+    meta = make_meta([(5, 40)], block_size=BLOCK_SIZE, num_blocks=40)
+    caches = filled_caches(decoder, 120)
+    hidden = run(decoder, caches, meta)
     assert compiled(decoder)._program is not None
     assert not decoder.can_start([meta] * decoder.num_local_layers)
+    for rows in ([], [4], [0, 2, 3]):
+        rows_S = torch.tensor(rows, dtype=torch.int64)
+        assert torch.equal(run(decoder, caches, meta, rows_S=rows_S), hidden[rows_S])
 
 
 def test_new_caches_are_followed(tmp_path: Path) -> None:
