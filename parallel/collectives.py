@@ -81,12 +81,13 @@ class OneShotKernels(Protocol):
 
 
 def share_memory(axis: Axis, kernels: object) -> None:
-    """Let ranks on one machine's CPUs add up as these kernels can. All ranks of the axis call it."""
+    """Let ranks on one machine's CPUs add up as these kernels can, if all ranks' can. All ranks of the axis call it."""
     if axis.local is None or axis.group is None:
         return
     rank_bytes = kernels.shared_rank_bytes if isinstance(kernels, OneShotKernels) else 0
-    memory = axis.local.share_memory(rank_bytes * axis.size, axis.group)
     axis.one_shot = None
+    with _translated("sharing memory", axis):
+        memory = axis.local.share_memory(rank_bytes * axis.size, axis.group)
     if memory is not None and isinstance(kernels, OneShotKernels):
         axis.one_shot = kernels.make_one_shot(memory, axis)
 

@@ -101,6 +101,21 @@ def test_no_rank_overtakes_another(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(_sum_often, tp=3) == [400] * 3
 
 
+def _build_beside_a_rank_that_dies(mesh: Mesh) -> str:
+    if mesh.tp.rank == 1:
+        os._exit(1)
+    try:
+        share_memory(mesh.tp, build())
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_rank_that_dies_before_memory_is_shared_is_a_collective_error(gloo_pool: GlooPool) -> None:
+    messages = gloo_pool.run(_build_beside_a_rank_that_dies, tp=2, may_die=True)
+    assert messages[0].startswith("sharing memory failed on rank 0 of 2")
+
+
 def _sum_without(mesh: Mesh, without: int) -> tuple[bool, Tensor]:
     share_memory(mesh.tp, ReferenceKernels() if mesh.tp.rank == without else build())
     return mesh.tp.one_shot is None, all_reduce(torch.ones(3), mesh.tp)
@@ -196,9 +211,15 @@ def _run_model(
     return hidden, mesh.tp.counts["all_reduce"], is_compiled
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_threads"),
+    [
+        *((name, torch.bfloat16, 1) for name in MODELS),
+        *(("llama", dtype, 2) for dtype in DTYPES),
+        ("mixtral", torch.bfloat16, 2),
+        ("int8", torch.float32, 1),
+    ],
+)
 def test_split_layers_are_one_call_with_the_same_bits(
     gloo_pool: GlooPool, name: str, dtype: torch.dtype, num_threads: int, tmp_path: Path
 ) -> None:

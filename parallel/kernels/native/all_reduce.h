@@ -7,9 +7,7 @@
 #pragma once
 
 #include <atomic>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
 
 #include "elementwise.h"
 #include "threads.h"
@@ -26,7 +24,8 @@
 
 namespace weft {
 
-constexpr int64_t SLOT_BYTES = 512 << 10;
+constexpr int64_t SLOT_BYTES = 512 << 10, MAILBOX_BYTES = 4096;
+constexpr int64_t RANK_BYTES = MAILBOX_BYTES + 2 * SLOT_BYTES;
 
 // At the beginning of each rank's memory, which is zero at first.
 struct alignas(64) Mailbox {
@@ -34,8 +33,7 @@ struct alignas(64) Mailbox {
     std::atomic<uint32_t> num_sleeping;  // of the other ranks
     int64_t num_bytes[2];                // in each slot
 };
-
-constexpr int64_t RANK_BYTES = 4096 + 2 * SLOT_BYTES;  // its mailbox has a page
+static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Mailbox) <= MAILBOX_BYTES, "processes share it");
 
 enum class Meeting : int32_t { DONE, GONE, LATE, UNEQUAL };  // of all ranks, or why there is none
 
@@ -49,7 +47,7 @@ struct SharedRanks {
     int64_t waited_ns;  // for others, so far
 
     Mailbox& mailbox(int of) const { return *reinterpret_cast<Mailbox*>(memory + of * RANK_BYTES); }
-    char* slot(int of, uint32_t chunk) const { return memory + of * RANK_BYTES + 4096 + chunk % 2 * SLOT_BYTES; }
+    char* slot(int of, uint32_t chunk) const { return memory + of * RANK_BYTES + MAILBOX_BYTES + chunk % 2 * SLOT_BYTES; }
 
     // Tells all that a chunk of this rank lies in its slot, and waits for that of everybody else.
     Meeting meet(uint32_t chunk, int64_t num_bytes) {

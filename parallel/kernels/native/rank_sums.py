@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from ctypes import addressof
 from enum import IntEnum
 
@@ -53,17 +53,17 @@ class NativeAllReduce:
         assert axis.local is not None, "ranks that share memory are on one machine"
         self._sums = sums
         self._axis = axis
+        self._local = axis.local  # keeps the sockets open
         self._recorder = recorder
         self._num_threads = num_threads
-        sockets: Sequence[int] = axis.local.sockets
-        self._sockets = (ctypes.c_int32 * axis.size)(*sockets)
+        self._sockets = (ctypes.c_int32 * axis.size)(*self._local.sockets)
         self._memory = (ctypes.c_char * len(memory)).from_buffer(memory)  # keeps it mapped
         self.ranks = SharedRanks(
             memory=addressof(self._memory),
             sockets=addressof(self._sockets),
             rank=axis.rank,
             num_ranks=axis.size,
-            timeout_us=round(axis.local.timeout_s * 1e6),
+            timeout_us=round(self._local.timeout_s * 1e6),
         )
         """What compiled code needs to know; where the sums stand."""
 
