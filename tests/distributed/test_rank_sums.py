@@ -240,6 +240,32 @@ def test_split_layers_are_one_call_with_the_same_bits(
             assert torch.equal(one, of_first)
 
 
+def _prefill(mesh: Mesh, folder: Path, dtype: torch.dtype, cuts: list[list[int]]) -> list[Tensor]:
+    """Hidden states of a prompt's last token, for each way to cut the prompt."""
+    decoder, last = load(folder, {}, build(dtype=dtype), mesh=mesh), []
+    for chunks in cuts:
+        caches, end, hidden = filled_caches(decoder, 60), 0, torch.empty(0)
+        for chunk in chunks:
+            end += chunk
+            hidden = run(decoder, caches, make_meta([(chunk, end)], block_size=BLOCK_SIZE, num_blocks=60))
+        last.append(hidden[-1])
+    assert compiled(decoder)._program is not None
+    return last
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_bit_depends_on_how_a_prompt_is_cut_over_four_ranks(
+    gloo_pool: GlooPool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    kernels = build(dtype=dtype)
+    if not has_dot_products(kernels):
+        pytest.skip("this CPU has no dot products")
+    write_random_model(tmp_path / "model", _LARGE | {"head_dim": 64}, 0, dtype)
+    cuts = [[599, 1], [600], [1, 599], [64, 64, 472], [333, 1, 1, 265]]
+    for last in gloo_pool.run(_prefill, tmp_path / "model", dtype, cuts, tp=4):
+        assert all(torch.equal(hidden, last[0]) for hidden in last)
+
+
 def _die_within_a_step(mesh: Mesh, folder: Path) -> str:
     decoder = load(folder, {}, build(), mesh=mesh)
     caches = filled_caches(decoder, 120)
