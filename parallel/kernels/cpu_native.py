@@ -31,14 +31,11 @@ from parallel.kernels.native.experts import NativeExperts, can_pack_experts
 from parallel.kernels.native.heads_linear import NativeHeadsLinear, can_pack_heads
 from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import (
-    ACTIVATIONS,
     LANES,
     AllReduces,
     Int8Operations,
-    LayerParams,
     Operations,
     Programs,
-    StepLayout,
     build_for,
     load_all_reduces,
     load_int8,
@@ -48,6 +45,7 @@ from parallel.kernels.native.library import (
 from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack, can_pack_in_place
 from parallel.kernels.native.program import CompiledLayers
 from parallel.kernels.native.rank_sums import NativeAllReduce
+from parallel.kernels.native.structures import ACTIVATIONS, LayerParams, StepLayout
 from parallel.kernels.native.tape import Recorder, Tape
 from parallel.kernels.reference import rotate_then_write
 from parallel.kernels.sampling import largest_outputs

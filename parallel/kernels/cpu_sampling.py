@@ -8,7 +8,8 @@ from torch import Tensor
 
 from parallel.kernels.host_arrays import Int64Array
 from parallel.kernels.native.build import build_library
-from parallel.kernels.native.library import DRAW, load_draws, load_edits, load_largest, load_ranking, to_draw_array
+from parallel.kernels.native.library import load_draws, load_edits, load_largest, load_ranking
+from parallel.kernels.native.structures import DRAW, to_draw_array
 from parallel.kernels.sampling import Draws, Edits, NoiseArray, TokenChoice, edit_in_torch
 
 

@@ -8,7 +8,7 @@
 
 namespace weft {
 
-enum class Activation : int32_t { SILU, GELU_TANH, GELU, RELU };  // as library.py numbers them
+enum class Activation : int32_t { SILU, GELU_TANH, GELU, RELU };  // as structures.py numbers them
 
 // Calls `work` with an activation as a constant.
 template <class Work>

@@ -37,7 +37,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Mailbox) <= M
 
 enum class Meeting : int32_t { DONE, GONE, LATE, UNEQUAL };  // of all ranks, or why there is none
 
-// One rank's view of the memory; mirrored by ctypes in library.py.
+// One rank's view of the memory; mirrored by ctypes in structures.py.
 struct SharedRanks {
     char* memory;            // RANK_BYTES for each rank
     const int32_t* sockets;  // to each rank, closed by the system when that is gone; not to this one

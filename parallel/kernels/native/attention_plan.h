@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// Constant for a layer; mirrored by ctypes in library.py.
+// Constant for a layer; mirrored by ctypes in structures.py.
 struct LayerParams {
     float scale;
     float soft_cap;          // 0: none
@@ -21,7 +21,7 @@ struct LayerParams {
     const float* sinks;      // [heads]; null: none
 };
 
-// Constant for a step; mirrored by ctypes in library.py.
+// Constant for a step; mirrored by ctypes in structures.py.
 struct StepLayout {
     const int32_t* query_starts;  // [sequences + 1]
     const int32_t* context_lens;  // [sequences]

@@ -6,7 +6,7 @@
 
 namespace weft {
 
-// Mirrored by library.py.
+// Mirrored by structures.py.
 struct Edits {
     const int64_t* starts = nullptr;  // null: nothing
     const int64_t* tokens;

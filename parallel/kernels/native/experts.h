@@ -22,7 +22,7 @@
 namespace weft {
 
 // Of X experts, one after the other: packed matrices of whole panels, and biases or null; in 8 bits all of them as one matrix. Mirrored
-// by ctypes in library.py.
+// by ctypes in structures.py.
 struct ExpertMatrices {
     const void *into, *into_bias;  // [X][2I, E], gates and what they gate; [X, 2I]
     const void *down, *down_bias;  // [X][E, I]; [X, E]

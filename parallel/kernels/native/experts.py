@@ -11,15 +11,9 @@ from parallel.description import Activation, MoeDescription, RouterScore
 from parallel.host_memory import HugePages
 from parallel.kernels.base import ExpertWeights
 from parallel.kernels.native.int8_linear import pack_int8
-from parallel.kernels.native.library import (
-    EXPERT_SCORES,
-    ExpertChoice,
-    ExpertLayer,
-    ExpertMatrices,
-    Int8Operations,
-    Programs,
-)
+from parallel.kernels.native.library import Int8Operations, Programs
 from parallel.kernels.native.packed_linear import PANEL, NativeLinear, in_rows
+from parallel.kernels.native.structures import EXPERT_SCORES, ExpertChoice, ExpertLayer, ExpertMatrices
 from parallel.kernels.native.tape import Recorder, Tape
 
 

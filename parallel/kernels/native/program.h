@@ -26,7 +26,7 @@
 
 namespace weft {
 
-// A buffer and the first column of an operand in it; mirrored by ctypes in library.py, as are the structures below.
+// A buffer and the first column of an operand in it; mirrored by ctypes in structures.py, as are the structures below.
 struct Place {
     int32_t buffer, column;
 };

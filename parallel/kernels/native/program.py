@@ -18,7 +18,10 @@ from torch import Tensor
 
 from parallel.description import Activation
 from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, Search, Sift, StartedStep, TableLinear
-from parallel.kernels.native.library import (
+from parallel.kernels.native.library import Programs
+from parallel.kernels.native.packed_linear import PANEL, NativeTable
+from parallel.kernels.native.rank_sums import NativeAllReduce
+from parallel.kernels.native.structures import (
     ACTIVATIONS,
     AnglesStep,
     Embedding,
@@ -26,14 +29,11 @@ from parallel.kernels.native.library import (
     Kind,
     LayerStep,
     Operation,
-    Programs,
     Step,
     StepLayout,
     Table,
     to_draw_array,
 )
-from parallel.kernels.native.packed_linear import PANEL, NativeTable
-from parallel.kernels.native.rank_sums import NativeAllReduce
 from parallel.kernels.native.tape import CannotRecordError, OnlyKernels, Recorder, Tape
 from parallel.mesh import Axis
 

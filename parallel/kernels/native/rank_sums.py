@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel.collectives import collective_error
-from parallel.kernels.native.library import SharedRanks
+from parallel.kernels.native.structures import SharedRanks
 from parallel.kernels.native.tape import Recorder, Tape
 from parallel.mesh import Axis
 

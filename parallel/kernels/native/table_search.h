@@ -12,7 +12,7 @@
 
 namespace weft {
 
-// What is searched, and where what is found goes; mirrored by ctypes in library.py.
+// What is searched, and where what is found goes; mirrored by ctypes in structures.py.
 struct Table {
     const Number* values;  // packed
     void* screen;            // a copy of it in 8 bits; null where there is none

@@ -14,7 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.description import Activation
 from parallel.kernels.base import LayerCache
-from parallel.kernels.native.library import ACTIVATIONS, ExpertLayer, Kind, LayerParams, Operation, Place, SharedRanks
+from parallel.kernels.native.structures import (
+    ACTIVATIONS,
+    ExpertLayer,
+    Kind,
+    LayerParams,
+    Operation,
+    Place,
+    SharedRanks,
+)
 
 _NONE = Place(buffer=-1, column=0)
 _HARMLESS = frozenset(
