@@ -107,6 +107,8 @@ class ModelSection(Section):
     """Number of replica groups, at most MAX_REPLICAS."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    layer_partition: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Layers of each pipeline stage, where they are not to be equally many: the last one also has the head."""
     expert_parallel: bool = False
     """Divide experts over the tensor-parallel ranks, each whole; else every rank has a part of each."""
     one_shot_all_reduce: bool = False
@@ -189,6 +191,7 @@ class ModelSection(Section):
             parallel=ParallelConfig(
                 tensor_parallel=self.tensor_parallel,
                 pipeline_parallel=self.pipeline_parallel,
+                layer_partition=self.layer_partition,
                 expert_parallel=self.expert_parallel,
                 one_shot_all_reduce=self.one_shot_all_reduce,
             ),

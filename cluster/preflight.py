@@ -65,6 +65,7 @@ def check_model(model: ModelSpec) -> ModelSpec:
             description,
             tensor_parallel=parallel.tensor_parallel,
             pipeline_parallel=parallel.pipeline_parallel,
+            layer_partition=parallel.layer_partition,
             expert_parallel=parallel.expert_parallel,
         )
         if engine.device != "auto":

@@ -55,6 +55,7 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     kernels: Kernels,
+    layer_partition: Sequence[int] = (),
     expert_parallel: bool = False,
     int8_linears: bool = False,
     int8_cache: bool = False,
@@ -68,6 +69,7 @@ def load_decoder(
         mesh: which part is this rank's.
         device, dtype: where and as what the weights are held, whatever they are stored as.
         kernels: the operations that the decoder will call.
+        layer_partition: layers of each stage (shard.py); empty: equally many.
         expert_parallel: divide experts over the tensor-parallel ranks, each whole; else a part of every one to each.
         int8_linears: linear layers and the head in 8 bits (kernels/int8_linear.py).
         int8_cache: keys and values in 8 bits (kernels/int8_cache.py), where they are not one and the same.
@@ -87,6 +89,7 @@ def load_decoder(
         device=device,
         dtype=dtype,
         kernels=kernels,
+        layer_partition=layer_partition,
         expert_parallel=expert_parallel,
         int8_linears=int8_linears,
         int8_cache=int8_cache,

@@ -36,7 +36,7 @@ from parallel.layer_groups import group_layers
 from parallel.mesh import Mesh
 from parallel.norm import Norm, make_norm
 from parallel.rotary import LayerRotations
-from parallel.shard import ShardedParameter, check_split, even_range, kv_head_range, layer_range
+from parallel.shard import ShardedParameter, check_split, even_range, kv_head_range, split_layers
 from parallel.weight_sizes import WeightSizes
 
 
@@ -62,6 +62,7 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         kernels: Kernels,
+        layer_partition: Sequence[int] = (),
         expert_parallel: bool = False,
         int8_linears: bool = False,
         int8_cache: bool = False,
@@ -70,6 +71,7 @@ class Decoder:
             description,
             tensor_parallel=mesh.tp.size,
             pipeline_parallel=mesh.pp.size,
+            layer_partition=layer_partition,
             expert_parallel=expert_parallel,
         )
         self.description = description
@@ -86,10 +88,11 @@ class Decoder:
             expert_parallel=expert_parallel,
             int8_linears=int8_linears,
         )
-        self.layer_indices = layer_range(description.num_layers, mesh.pp.rank, mesh.pp.size)
+        stages = split_layers(description.num_layers, mesh.pp.size, layer_partition)
+        self.layer_indices = stages[mesh.pp.rank]
         """Layers of the whole model that this stage holds."""
         self.layer_groups = group_layers(
-            description.sliding_windows, num_stages=mesh.pp.size, max_context=description.max_context
+            description.sliding_windows, stages=stages, max_context=description.max_context
         )
         """Which layers of the whole model have a block table in common, and where in a block each one's cache is."""
         bias_NP = self._key_bias()

@@ -15,8 +15,6 @@ with a table of its own to keep. arXiv:2503.18292 says why one pool is worth it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel.shard import layer_range
-
 _MAX_GROUPS = 8
 """More only where there are more kinds: each costs a block table and some host time in each step."""
 _MAX_WASTE = 1.05
@@ -38,9 +36,8 @@ class LayerGroups:
     """Planes of each pipeline stage's blocks: as many as its largest group has layers there."""
 
 
-def group_layers(windows: Sequence[int | None], *, num_stages: int, max_context: int) -> LayerGroups:
+def group_layers(windows: Sequence[int | None], *, stages: Sequence[range], max_context: int) -> LayerGroups:
     """Divide layers, given the sliding window of each, so that blocks on every stage are well filled."""
-    stages = [layer_range(len(windows), stage, num_stages) for stage in range(num_stages)]
     kinds = [effective_window(window, max_context) for window in windows]
     counts = {kind: [sum(kinds[i] == kind for i in stage) for stage in stages] for kind in _ordered(kinds)}
     num_groups = _choose(counts, max_context)

@@ -41,7 +41,9 @@ Norms with a bias have one beside each weight. Where these tensors lie in the fi
 fused into one, or be stored transposed (families/layout.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from parallel.description import DecoderDescription, MoeDescription
@@ -80,7 +82,12 @@ class ShardedParameter:
 
 
 def check_split(
-    description: DecoderDescription, *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: bool = False
+    description: DecoderDescription,
+    *,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    layer_partition: Sequence[int] = (),
+    expert_parallel: bool = False,
 ) -> None:
     """Raise ParallelismError when the model cannot be divided so; needs no weights and no other rank."""
     even_range(description.num_heads, 0, tensor_parallel, what="num_heads")
@@ -95,7 +102,7 @@ def check_split(
         expert_ranges(moe, 0, tensor_parallel, expert_parallel=expert_parallel)
         if moe.shared_intermediate_size is not None:
             even_range(moe.shared_intermediate_size, 0, tensor_parallel, what="shared_intermediate_size")
-    layer_range(description.num_layers, 0, pipeline_parallel)
+    split_layers(description.num_layers, pipeline_parallel, layer_partition)
 
 
 def replicated(source: str, tensor: "Tensor") -> ShardedParameter:
@@ -154,12 +161,19 @@ def vocab_range(vocab_size: int, rank: int, size: int) -> range:
     return range(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
 
 
-def layer_range(num_layers: int, stage: int, num_stages: int) -> range:
-    """The layers of a stage. Early stages take the remainder, for the last one also has the head."""
+def split_layers(num_layers: int, num_stages: int, partition: Sequence[int] = ()) -> list[range]:
+    """The layers of each stage: as many as `partition` says; without one, equally many. Early stages take the
+    remainder then, for the last one also has the head. Raises ParallelismError where that cannot be.
+    """
     if num_stages > num_layers:
         raise ParallelismError(
             f"pipeline_parallel is {num_stages}; allowed: at most the number of layers, {num_layers}"
         )
     base, extra = divmod(num_layers, num_stages)
-    start = stage * base + min(stage, extra)
-    return range(start, start + base + (stage < extra))
+    sizes = partition or [base + (stage < extra) for stage in range(num_stages)]
+    if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
+        raise ParallelismError(
+            f"layer_partition is {[*sizes]}; allowed: a number of layers, at least 1, for each of pipeline_parallel "
+            f"{num_stages} stages, {num_layers} together"
+        )
+    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -97,6 +97,8 @@ class ParallelConfig:
 
     tensor_parallel: Annotated[int, Ge(1)] = 1
     pipeline_parallel: Annotated[int, Ge(1)] = 1
+    layer_partition: tuple[int, ...] = ()
+    """Layers of each pipeline stage; empty: equally many."""
     expert_parallel: bool = False
     """Experts are divided over the tensor-parallel ranks, each whole; else every rank has a part of each."""
     one_shot_all_reduce: bool = False

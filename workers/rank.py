@@ -278,6 +278,7 @@ def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: Ra
         device=device.torch_device,
         dtype=dtype,
         kernels=kernels,
+        layer_partition=config.parallel.layer_partition,
         expert_parallel=config.parallel.expert_parallel,
         int8_linears=config.quantization == "int8",
         int8_cache=config.cache.dtype == "int8",

@@ -28,13 +28,19 @@ def test_cached_prefixes_change_no_token(gloo_pool: GlooPool, name: str) -> None
     _check_in_group(gloo_pool, name, expert_parallel=False)
 
 
+@pytest.mark.parametrize("name", ["cohere2", "gemma3", "qwen2_moe-dense-layers"])
+def test_layers_may_be_divided_unevenly_over_stages(gloo_pool: GlooPool, name: str) -> None:
+    num_layers = describe_model(tiny_model(name)).num_layers
+    _check_in_group(gloo_pool, name, expert_parallel=False, layer_partition=(1, num_layers - 1))
+
+
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("name", [name for name in MOE_NAMES if "-" not in name])
 def test_cached_prefixes_change_no_token_with_experts(gloo_pool: GlooPool, name: str, expert_parallel: bool) -> None:
     _check_in_group(gloo_pool, name, expert_parallel=expert_parallel)
 
 
-def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool) -> None:
+def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool, layer_partition: tuple[int, ...] = ()) -> None:
     config = exact_config(
         tiny_model(name),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=64),
@@ -42,7 +48,8 @@ def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool) -> None
         tp=2,
         pp=2,
     )
-    config = replace(config, parallel=replace(config.parallel, expert_parallel=expert_parallel))
+    parallel = replace(config.parallel, expert_parallel=expert_parallel, layer_partition=layer_partition)
+    config = replace(config, parallel=parallel)
     written = in_group(pool, config, _run, timeout_s=200)
     original = load_original(tiny_model(name))
     torch.set_num_threads(1)  # two would wait for each other where other processes want the cores

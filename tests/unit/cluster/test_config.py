@@ -33,6 +33,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
                     "path": "/models/story",
                     "tensor_parallel": 2,
                     "pipeline_parallel": 3,
+                    "layer_partition": [9, 8, 7],
                     "expert_parallel": True,
                     "one_shot_all_reduce": True,
                     "replicas": 4,
@@ -54,6 +55,7 @@ def test_settings_reach_the_engine_and_the_router() -> None:
     model = spec.models[0]
     assert (model.name, model.source, model.replicas) == ("story", "/models/story", 4)
     assert model.engine.parallel.world_size == 6
+    assert model.engine.parallel.layer_partition == (9, 8, 7)
     assert model.engine.parallel.expert_parallel
     assert model.engine.parallel.one_shot_all_reduce
     assert model.engine.quantization == "int8"

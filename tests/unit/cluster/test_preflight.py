@@ -65,6 +65,7 @@ def test_the_routers_certificate_is_tried_before_anything_starts(
     [
         ({"tensor_parallel": 3}, "num_heads is 8, which does not divide over tensor_parallel 3"),
         ({"pipeline_parallel": 3}, "pipeline_parallel is 3; allowed: at most the number of layers, 2"),
+        ({"pipeline_parallel": 2, "layer_partition": [2]}, r"layer_partition is \[2\]; allowed: a number of layers"),
         ({"expert_parallel": True}, "expert_parallel is asked for; allowed: for models with experts"),
     ],
 )

@@ -1,6 +1,7 @@
 """Layers fall into groups whose blocks have one size, on every stage."""
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from parallel.kernels.reference import ReferenceKernels
 from parallel.layer_groups import LayerGroups, group_layers
 from parallel.mesh import Mesh
 from parallel.random_model import write_random_model
-from parallel.shard import layer_range
+from parallel.shard import split_layers
 
 
 def alternate(pattern: str, num_layers: int, window: int) -> list[int | None]:
@@ -27,7 +28,7 @@ def alternate(pattern: str, num_layers: int, window: int) -> list[int | None]:
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_layers_of_one_kind_are_one_group(window: int | None, num_stages: int) -> None:
-    groups = group_layers([window] * 32, num_stages=num_stages, max_context=32768)
+    groups = group_layers([window] * 32, stages=split_layers(32, num_stages), max_context=32768)
     assert groups.windows == (window,)
     assert set(groups.group_of_layer) == {0}
     assert groups.num_planes == ((32,) if num_stages == 1 else (11, 11, 10))
@@ -35,7 +36,7 @@ def test_layers_of_one_kind_are_one_group(window: int | None, num_stages: int) -
 
 
 def test_window_as_long_as_the_context_is_none() -> None:
-    groups = group_layers([64, None, 64], num_stages=1, max_context=64)
+    groups = group_layers([64, None, 64], stages=[range(3)], max_context=64)
     assert groups.windows == (None,)
 
 
@@ -93,22 +94,21 @@ def test_attention_is_told_of_windows_that_are_shorter_than_the_context(
 def test_layers_of_published_models_make_few_groups_of_equal_size(
     name: str, windows: list[int | None], max_context: int, expected: dict[int | None, int], num_planes: int
 ) -> None:
-    groups = group_layers(windows, num_stages=1, max_context=max_context)
+    groups = group_layers(windows, stages=[range(len(windows))], max_context=max_context)
     assert Counter(groups.windows) == expected
     assert groups.num_planes == (num_planes,)
 
 
 def test_many_kinds_have_a_group_each_shortest_windows_first() -> None:
-    groups = group_layers([*range(90, 0, -10), None], num_stages=1, max_context=100)
+    groups = group_layers([*range(90, 0, -10), None], stages=[range(10)], max_context=100)
     assert groups.windows == (None, *range(10, 100, 10))
 
 
-def _check(groups: LayerGroups, windows: list[int | None], num_stages: int, max_context: int) -> None:
-    for stage in range(num_stages):
-        layers = layer_range(len(windows), stage, num_stages)
+def _check(groups: LayerGroups, windows: list[int | None], stages: list[range], max_context: int) -> None:
+    for layers, num_planes in zip(stages, groups.num_planes, strict=True):
         places = [(groups.group_of_layer[i], groups.plane_of_layer[i]) for i in layers]
         assert len(set(places)) == len(places), "two layers of a stage at one place"
-        assert all(plane < groups.num_planes[stage] for _, plane in places)
+        assert all(plane < num_planes for _, plane in places)
     for i, window in enumerate(windows):
         seen = groups.windows[groups.group_of_layer[i]]
         assert seen == window or (seen is None and window is not None and window >= max_context)
@@ -117,14 +117,15 @@ def _check(groups: LayerGroups, windows: list[int | None], num_stages: int, max_
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     windows=st.lists(st.sampled_from([None, 8, 8, 32, 100]), min_size=1, max_size=24),
-    num_stages=st.integers(1, 4),
+    cuts=st.sets(st.integers(1, 23), max_size=3),
     max_context=st.sampled_from([64, 1000]),
 )
 def test_every_layer_has_a_place_of_its_own_in_a_group_of_its_kind(
-    windows: list[int | None], num_stages: int, max_context: int
+    windows: list[int | None], cuts: set[int], max_context: int
 ) -> None:
-    num_stages = min(num_stages, len(windows))
-    groups = group_layers(windows, num_stages=num_stages, max_context=max_context)
-    _check(groups, windows, num_stages, max_context)
+    ends = [*sorted(cut for cut in cuts if cut < len(windows)), len(windows)]
+    stages = [range(start, end) for start, end in pairwise([0, *ends])]
+    groups = group_layers(windows, stages=stages, max_context=max_context)
+    _check(groups, windows, stages, max_context)
     assert len(groups.windows) <= 8
     assert set(groups.group_of_layer) == set(range(len(groups.windows))), "a group without layers"

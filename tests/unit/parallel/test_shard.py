@@ -14,7 +14,7 @@ from parallel.shard import (
     even_range,
     expert_ranges,
     kv_head_range,
-    layer_range,
+    split_layers,
     vocab_range,
     vocab_rows,
 )
@@ -77,9 +77,23 @@ def test_vocabulary_is_covered_once_within_padded_rows(vocab_size: int, size: in
     ("num_layers", "sizes"), [(4, [2, 2]), (5, [3, 2]), (7, [3, 2, 2]), (8, [3, 3, 2]), (3, [1, 1, 1])]
 )
 def test_early_stages_take_the_remainder(num_layers: int, sizes: list[int]) -> None:
-    stages = [layer_range(num_layers, stage, len(sizes)) for stage in range(len(sizes))]
+    stages = split_layers(num_layers, len(sizes))
     assert [len(stage) for stage in stages] == sizes
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+
+
+def test_stages_have_the_layers_that_they_are_given() -> None:
+    assert split_layers(12, 3, (5, 6, 1)) == [range(5), range(5, 11), range(11, 12)]
+
+
+@pytest.mark.parametrize("partition", [(8,), (4, 4, 4), (8, 5), (12, 0), (13, -1)])
+def test_partition_that_is_none_of_these_layers_is_refused(partition: tuple[int, ...]) -> None:
+    with pytest.raises(ParallelismError) as refused:
+        check_split(_description(num_layers=12), tensor_parallel=1, pipeline_parallel=2, layer_partition=partition)
+    assert str(refused.value) == (
+        f"layer_partition is {[*partition]}; allowed: a number of layers, at least 1, for each of pipeline_parallel "
+        "2 stages, 12 together"
+    )
 
 
 def test_target_is_the_view_that_a_piece_fills() -> None:

@@ -35,7 +35,7 @@ HEADS = CacheEntry(num_heads=2, head_dim=8, dtype=torch.float32)
 def decoder(entry: CacheEntry = HEADS, *, windows: tuple[int | None, ...] = (None, None, None)) -> Decoder:
     """As much of a decoder as the cache looks at."""
     fields: dict[str, Any] = {
-        "layer_groups": group_layers(windows, num_stages=1, max_context=1000),
+        "layer_groups": group_layers(windows, stages=[range(len(windows))], max_context=1000),
         "layer_indices": range(len(windows)),
         "mesh": Mesh.single(),
         "cache_entry": entry,
