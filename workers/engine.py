@@ -88,7 +88,7 @@ class Engine:
             block_size=config.cache.block_size,
             hash_key=config.hash_key,
             windows=executor.windows,
-            max_chunk_tokens=config.scheduler.max_chunk_tokens,
+            max_tokens_in_flight=config.scheduler.max_chunk_tokens * executor.max_in_flight,
             num_host_blocks=executor.num_host_blocks,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )

@@ -32,14 +32,17 @@ class KVCacheManager:
         block_size: int,
         hash_key: bytes,
         windows: tuple[int | None, ...] = (None,),
-        max_chunk_tokens: int = _UNLIMITED,
+        max_tokens_in_flight: int = _UNLIMITED,
     ) -> None:
-        """`windows` as in LayerGroups; `max_chunk_tokens` is the most that the scheduler computes of one sequence."""
+        """`windows` as in LayerGroups; `max_tokens_in_flight` as in TableLayout."""
         self.block_size = block_size
         self.pool = pool
         """Blocks of the replica: to read, and for `take_events`; all else is the manager's."""
         self.layout = TableLayout(
-            block_size=block_size, windows=windows, max_chunk_tokens=max_chunk_tokens, num_blocks=pool.num_blocks
+            block_size=block_size,
+            windows=windows,
+            max_tokens_in_flight=max_tokens_in_flight,
+            num_blocks=pool.num_blocks,
         )
         self._hash_key = hash_key
         self._num_groups = self.layout.num_groups
@@ -52,7 +55,7 @@ class KVCacheManager:
         block_size: int,
         hash_key: bytes,
         windows: tuple[int | None, ...] = (None,),
-        max_chunk_tokens: int = _UNLIMITED,
+        max_tokens_in_flight: int = _UNLIMITED,
         num_host_blocks: int = 0,
         enable_prefix_caching: bool = True,
     ) -> "KVCacheManager":
@@ -63,7 +66,9 @@ class KVCacheManager:
             num_groups=len(windows),
             host=HostTier(num_host_blocks),
         )
-        return cls(pool, block_size=block_size, hash_key=hash_key, windows=windows, max_chunk_tokens=max_chunk_tokens)
+        return cls(
+            pool, block_size=block_size, hash_key=hash_key, windows=windows, max_tokens_in_flight=max_tokens_in_flight
+        )
 
     @property
     def num_blocks(self) -> int:

@@ -190,7 +190,7 @@ def build_scheduler(setup: SchedulerSetup, sink: FrameSink) -> tuple[RecordingSc
         block_size=setup.block_size,
         hash_key=b"",
         windows=setup.windows,
-        max_chunk_tokens=setup.config.max_chunk_tokens,
+        max_tokens_in_flight=setup.config.max_chunk_tokens * setup.max_in_flight,
         num_host_blocks=setup.num_host_blocks,
         enable_prefix_caching=setup.has_prefix_caching,
     )

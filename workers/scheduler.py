@@ -22,6 +22,12 @@ from workers.request import Finish, FinishReason, Request, RequestId, TokenLogpr
 from workers.roster import Roster
 from workers.sequence import NO_SLOT, Sequence, SequenceStatus, make_finish
 
+_MIN_PART = 128
+"""Tokens of prompts that a plan is not cut below for the sake of others in flight: with as many, most devices compute
+longer than they read weights."""
+_PARTS_OF_PLAN = 4
+"""Plans that what is left of prompts is divided into, for each in flight: the stages wait for the first of them, and
+after the last."""
 _FINISHED = SequenceStatus.FINISHED  # for each share: Python 3.11 takes 60 ns to find a member of an enum
 
 
@@ -58,10 +64,14 @@ class Scheduler:
     before it, and waits; nothing is ever taken for one that is later. So the first in order always goes on, alone if
     it must be, and alone it fits: add() refuses what does not.
 
+    Several plans in flight: a prompt can be in all of them, a chunk in each, for every stage computes them in order.
+    Each plan has a part of the prompts that are left and of the sequences that decode, so that all stages have
+    something to do.
+
     Looking ahead: a sequence can be in the next plan too, whose share of it begins with the token that is being
     sampled; the ranks know that before the scheduler does. Should it turn out to be the last, the share was for
-    nothing. Who gives way is in no plan in flight; where only such as are could, nothing is planned until they are
-    back.
+    nothing. Who gives way is in no plan in flight; where only such as are could, and need not be back before they are
+    planned again, nothing is planned until they are.
 
     Order is the policy's (queueing.py). Where it has levels, a waiting sequence displaces a running one of a later
     level from its slot, not from its blocks: those are kept while nobody needs them, so that mostly nothing is computed
@@ -78,14 +88,17 @@ class Scheduler:
         max_in_flight: int,
         looks_ahead: bool = False,
     ) -> None:
-        """`max_in_flight` plans at most; `looks_ahead`: a sequence is in up to two of them, else in one."""
+        """`max_in_flight` plans at most; `looks_ahead`: of those with a sequence in them two may sample, else one."""
         self._config = config
         self._cache = cache
         self.limits = LengthLimits(max_context=max_context, cache_tokens=cache.layout.max_sequence_tokens(max_context))
-        self._max_chunk_tokens = min(config.max_chunk_tokens, cache.layout.max_chunk_tokens)
+        self._max_chunk_tokens = min(
+            config.max_chunk_tokens, max(1, cache.layout.max_tokens_in_flight // max_in_flight)
+        )
         self._eos_token_ids = eos_token_ids
         self._max_in_flight = max_in_flight
         self._looks_ahead = looks_ahead
+        self._is_divided = max_in_flight > 1 and not looks_ahead  # what there is, over the plans in flight
         self._must_settle = False  # plan nothing until all plans are back
         self._sequences: dict[RequestId, Sequence] = {}  # not ended
         order = ServingOrder(config.policy, promote_after_s=config.promote_after_s)
@@ -188,6 +201,8 @@ class Scheduler:
         batch = Batch(budget=self._config.max_num_batched_tokens, now_s=now_s)
         decodes, prefills = self._split_ready()
         self._share_decodes(batch, decodes)
+        if self._is_divided:
+            batch.budget = min(batch.budget, self._part_of_prompts())
         for sequence in prefills:
             self._admit(batch, before_level=sequence.order[0])
             if not batch.budget:
@@ -218,7 +233,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError when blocks, slots, queue and plans contradict each other. Slow: for tests."""
         in_flight = Counter(sequence for plan in self._in_flight for sequence in plan.sequences)
-        assert max(in_flight.values(), default=0) <= 1 + self._looks_ahead, "a sequence is in too many plans"
+        assert all(sequence.num_sampling <= 1 + self._looks_ahead for sequence in in_flight), "sampled too often"
+        assert max(in_flight.values(), default=0) <= self._max_in_flight, "a sequence is in too many plans"
         ended = [sequence for sequence in in_flight if sequence.status is SequenceStatus.FINISHED]
         self._roster.check_integrity(ended)
         holders = [*self._roster.running, *ended]
@@ -238,12 +254,20 @@ class Scheduler:
         """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        goes_on = _can_run_ahead if self._looks_ahead else _has_more_chunks
         for sequence in self._roster.running:
-            if not sequence.num_in_flight or (self._looks_ahead and _can_run_ahead(sequence)):
+            if not sequence.num_in_flight or goes_on(sequence):
                 (decodes if sequence.num_left == 1 else prefills).append(sequence)
-        if not self._looks_ahead:
+        if self._is_divided:
             del decodes[-(-self.num_running // self._max_in_flight) :]
         return decodes, prefills
+
+    def _part_of_prompts(self) -> int:
+        """Return how many tokens of prompts one of several plans gets: few enough for all stages to be at work soon,
+        and not fewer than a stage computes about as fast as many.
+        """
+        num_parts = self._max_in_flight * _PARTS_OF_PLAN
+        return max(_MIN_PART, -(-self._roster.num_pending_tokens // num_parts))
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_left, self._max_chunk_tokens, budget)
@@ -278,10 +302,14 @@ class Scheduler:
             candidates = (candidate for candidate in later if _may_yield(candidate, batch))
             victim = next(self._roster.in_yield_order(candidates), None)
             if victim is None:
-                self._must_settle = self._looks_ahead and bool(later)
+                self._must_settle = self._stay_in_flight(later)
                 return False
             self._suspend(batch, victim)  # the next turn takes its blocks
         return True
+
+    def _stay_in_flight(self, sequences: list[Sequence]) -> bool:
+        """Return whether there are some that are planned again before they are back."""
+        return any(self._looks_ahead or sequence.num_in_flight > sequence.num_sampling for sequence in sequences)
 
     def _suspend(self, batch: Batch, sequence: Sequence) -> None:
         batch.drop(sequence)
@@ -305,7 +333,7 @@ class Scheduler:
                 victim = next((candidate for candidate in victims if _may_yield(candidate, batch)), None)
             if displaces and not (victim and victim.order[0] > sequence.order[0]):
                 # one could give way, which next_to_start has seen, but is in flight
-                self._must_settle = self._looks_ahead and roster.fits_displacing(sequence, reserve)
+                self._must_settle = self._stay_in_flight(roster.running) and roster.fits_displacing(sequence, reserve)
                 return
             if victim is not None:
                 self._cache.retract(victim)  # if it is in this step, nobody will compute what it would have filled
@@ -411,3 +439,8 @@ def _may_yield(sequence: Sequence, batch: Batch) -> bool:
 def _can_run_ahead(sequence: Sequence) -> bool:
     """Whether one in flight can be in the next plan too: unless the token being sampled, if one is, is its last."""
     return sequence.num_tokens + sequence.num_sampling < sequence.max_num_tokens
+
+
+def _has_more_chunks(sequence: Sequence) -> bool:
+    """Whether one in flight has tokens left that are known, and that no plan computes yet."""
+    return not sequence.num_sampling

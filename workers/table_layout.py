@@ -31,10 +31,10 @@ class TableLayout:
     """How the block tables of one replica lie."""
 
     def __init__(
-        self, *, block_size: int, windows: tuple[int | None, ...], max_chunk_tokens: int, num_blocks: int
+        self, *, block_size: int, windows: tuple[int | None, ...], max_tokens_in_flight: int, num_blocks: int
     ) -> None:
-        """`windows` as in LayerGroups; `max_chunk_tokens`: the most that the scheduler computes of one sequence in a
-        step; `num_blocks` of the pool.
+        """`windows` as in LayerGroups; `max_tokens_in_flight`: the most of one sequence that are computed at once, in
+        one plan or several; `num_blocks` of the pool.
         """
         self.block_size = block_size
         self.windows = windows
@@ -47,11 +47,11 @@ class TableLayout:
             for group, window in enumerate(windows)
             if window is not None
         ]
-        if self.sliding:  # what a chunk takes for a step and gives back is to be a small part of the pool
+        if self.sliding:  # what they take for a step and give back is to be a small part of the pool
             most = max(1, num_blocks // 4 // len(self.sliding)) * block_size
-            max_chunk_tokens = min(max_chunk_tokens, most)
-        self.max_chunk_tokens = max_chunk_tokens
-        """The most tokens to compute of one sequence in a step."""
+            max_tokens_in_flight = min(max_tokens_in_flight, most)
+        self.max_tokens_in_flight = max_tokens_in_flight
+        """The most tokens of one sequence to compute at once."""
 
     def num_entries(self, num_tokens: int) -> int:
         """Return how many entries this many tokens have."""
@@ -94,16 +94,17 @@ class TableLayout:
         """Return how many blocks more than in `num_begun` entries, `num_full` of them full, are held at once on the way
         to `num_entries`, with `num_left` tokens to compute.
 
-        A chunk of n tokens begins in the block after the full ones and ends at most 1 + (n - 1) / block_size further:
+        What is in flight, n tokens, begins in the block after the full ones and ends at most 1 + (n - 1) / block_size
+        further:
 
-            blocks  | free | free | num_reached ...... | begun | of the chunk |
+            blocks  | free | free | num_reached ...... | begun | of what is in flight |
                                                    num_full
         """
         num_missing = (num_entries - num_begun) * len(self.full)
         if self.sliding:
-            num_of_chunk = 1 + self.num_entries(min(num_left, self.max_chunk_tokens) - 1)
+            num_in_flight = 1 + self.num_entries(min(num_left, self.max_tokens_in_flight) - 1)
             for _, num_reached in self.sliding:
                 num_free = max(0, num_full - num_reached)
-                most = min(num_entries - num_free, num_reached + num_of_chunk)
+                most = min(num_entries - num_free, num_reached + num_in_flight)
                 num_missing += max(0, most - (num_begun - num_free))
         return num_missing

@@ -64,7 +64,7 @@ class ScheduledModel:
             block_size=block_size,
             hash_key=b"test",
             windows=windows,
-            max_chunk_tokens=self.config.max_chunk_tokens,
+            max_tokens_in_flight=self.config.max_chunk_tokens * max_in_flight,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=enable_prefix_caching,
         )

@@ -29,7 +29,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(4, 24),
         block_size=st.integers(1, 4),
         windows=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3).map(tuple),
-        max_chunk_tokens=st.integers(1, 16),
+        max_tokens_in_flight=st.integers(1, 16),
         num_host_blocks=st.sampled_from([0, 0, 2, 10, 60]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
     )
@@ -38,7 +38,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         num_blocks: int,
         block_size: int,
         windows: tuple[int | None, ...],
-        max_chunk_tokens: int,
+        max_tokens_in_flight: int,
         num_host_blocks: int,
         enable_prefix_caching: bool,
     ) -> None:
@@ -48,7 +48,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
             num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows), host=self.host
         )
         self.cache = KVCacheManager(
-            self.pool, block_size=block_size, hash_key=b"k", windows=windows, max_chunk_tokens=max_chunk_tokens
+            self.pool, block_size=block_size, hash_key=b"k", windows=windows, max_tokens_in_flight=max_tokens_in_flight
         )
         self.roster = Roster(self.cache, ServingOrder(SchedulingPolicy.FCFS, promote_after_s=None), num_slots=1)
         self.sequences: list[Sequence] = []
@@ -131,7 +131,7 @@ class KVCacheManagerMachine(RuleBasedStateMachine):
         if not num_left:
             sequence.token_ids.append(data.draw(st.integers(0, 1)))
             num_left = 1
-        num_tokens = data.draw(st.integers(1, min(num_left, self.cache.layout.max_chunk_tokens)))
+        num_tokens = data.draw(st.integers(1, min(num_left, self.cache.layout.max_tokens_in_flight)))
         start, size = sequence.num_computed_tokens, self.cache.block_size
         num_entries = len(sequence.block_table) // len(self.windows)
         if not self.cache.allocate(sequence, num_tokens):

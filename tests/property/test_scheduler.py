@@ -179,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = served.launch()
         if plan is not None:
             self.check_budget(plan)
-        is_settling = self.looks_ahead and bool(served.flights)
+        is_settling = bool(served.flights) and (self.looks_ahead or served.scheduler._must_settle)
         if plan is not None or (len(served.flights) < self.max_in_flight and not is_settling):
             has_preempted = served.scheduler.counters.num_preemptions > num_preemptions
             self.check_decodes(decodes, num_running, has_preempted=has_preempted)

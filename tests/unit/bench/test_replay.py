@@ -77,7 +77,7 @@ def test_recorded_run_is_decided_again_in_the_same_way(
     tmp_path: Path, policy: SchedulingPolicy, plans: dict[str, Any]
 ) -> None:
     settings = {"policy": policy, "max_waiting": 6, "max_num_seqs": 6, "promote_after_s": 0.2}
-    happened = record_run(tmp_path / "file", 7, executor={**plans, "num_host_blocks": 6}, **settings)
+    happened = record_run(tmp_path / "file", 8, executor={**plans, "num_host_blocks": 6}, **settings)
     assert min(happened.values()) > 0, happened
     outcome = replay_file(tmp_path / "file")
     assert outcome.difference is None

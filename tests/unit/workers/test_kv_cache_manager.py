@@ -20,10 +20,12 @@ def make_cache(
     *,
     enable_prefix_caching: bool = True,
     windows: tuple[int | None, ...] = (None,),
-    max_chunk_tokens: int = 1000,
+    max_tokens_in_flight: int = 1000,
 ) -> KVCacheManager:
     pool = BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching, num_groups=len(windows))
-    return KVCacheManager(pool, block_size=4, hash_key=b"key", windows=windows, max_chunk_tokens=max_chunk_tokens)
+    return KVCacheManager(
+        pool, block_size=4, hash_key=b"key", windows=windows, max_tokens_in_flight=max_tokens_in_flight
+    )
 
 
 def make_sequence(num_tokens: int, *, first: int = 0, cache_salt: str = "") -> Sequence:
@@ -371,20 +373,20 @@ def test_what_a_sequence_can_have_of_the_pool() -> None:
     assert make_cache(10, windows=(10,)).layout.max_sequence_tokens(1000) == 1000
     assert make_cache(5, windows=(10,)).layout.max_sequence_tokens(1000) == 1000
     assert make_cache(4, windows=(10,)).layout.max_sequence_tokens(1000) == 16
-    assert make_cache(4, windows=(10,), max_chunk_tokens=1).layout.max_sequence_tokens(1000) == 1000
+    assert make_cache(4, windows=(10,), max_tokens_in_flight=1).layout.max_sequence_tokens(1000) == 1000
     # 4 + 2 blocks (8 tokens) for the window, the other 34 for the group that sees everything
-    assert make_cache(40, windows=(None, 10), max_chunk_tokens=8).layout.max_sequence_tokens(1000) == 34 * 4
+    assert make_cache(40, windows=(None, 10), max_tokens_in_flight=8).layout.max_sequence_tokens(1000) == 34 * 4
 
 
 def test_a_chunk_takes_a_small_part_of_the_pool() -> None:
-    assert make_cache(40).layout.max_chunk_tokens == 1000
-    assert make_cache(40, windows=(10,)).layout.max_chunk_tokens == 40
-    assert make_cache(40, windows=(None, 10, 10)).layout.max_chunk_tokens == 20
-    assert make_cache(40, windows=(10,), max_chunk_tokens=7).layout.max_chunk_tokens == 7
+    assert make_cache(40).layout.max_tokens_in_flight == 1000
+    assert make_cache(40, windows=(10,)).layout.max_tokens_in_flight == 40
+    assert make_cache(40, windows=(None, 10, 10)).layout.max_tokens_in_flight == 20
+    assert make_cache(40, windows=(10,), max_tokens_in_flight=7).layout.max_tokens_in_flight == 7
 
 
 def test_room_is_kept_for_the_window_and_not_for_the_whole_sequence() -> None:
-    cache = make_cache(num_blocks=12, windows=(10,), max_chunk_tokens=4)
+    cache = make_cache(num_blocks=12, windows=(10,), max_tokens_in_flight=4)
     long = make_sequence(400)
     assert cache.fits(long, [], reserve=12 - (3 + 1 + 1))
     assert not cache.fits(long, [], reserve=12 - (3 + 1 + 1) + 1)
@@ -404,7 +406,7 @@ def test_room_is_kept_for_the_window_and_not_for_the_whole_sequence() -> None:
 
 
 def test_room_is_kept_for_a_chunk_of_two_tokens_in_two_blocks() -> None:
-    cache = make_cache(num_blocks=12, windows=(10,), max_chunk_tokens=4)
+    cache = make_cache(num_blocks=12, windows=(10,), max_tokens_in_flight=4)
     sequence = make_sequence(41)
     for _ in range(39 // 3):
         compute(cache, sequence, 3)

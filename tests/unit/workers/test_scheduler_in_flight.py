@@ -11,13 +11,76 @@ from workers.request import FinishReason
 from workers.sequence import SequenceStatus
 
 
-def test_sequence_is_in_one_plan_at_most() -> None:
+def test_sequence_is_in_no_plan_after_one_that_samples() -> None:
     served = ScheduledModel(max_in_flight=3)
     served.submit("a", prompt(10))
 
     assert served.launch() is not None
     assert served.launch() is None
     assert len(served.flights) == 1
+
+
+def test_chunks_of_a_prompt_are_in_flight_together() -> None:
+    served = ScheduledModel(max_in_flight=3, prefill_chunk_tokens=4)
+    request = served.submit("a", prompt(13), max_tokens=5).request
+
+    assert [shares(served.launch()) for _ in range(3)] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 4)]]
+    served.collect()
+    assert shares(served.launch()) == [(0, 12, 1)]
+    served.collect()
+    assert served.launch() is None, "its next token is not known"
+    served.run()
+    assert served.tokens["a"] == run_alone(request)
+
+
+def test_another_sequence_starts_from_chunks_in_flight() -> None:
+    served = ScheduledModel(max_in_flight=3, prefill_chunk_tokens=8)
+    requests = [served.submit(name, prompt(19), max_tokens=5).request for name in ("a", "b")]
+
+    assert shares(served.launch()) == [(0, 0, 8), (1, 8, 8)]
+    assert shares(served.launch()) == [(0, 8, 8), (1, 16, 3)]
+    served.run()
+    assert served.tokens == {request.request_id: run_alone(request) for request in requests}
+
+
+def test_prompts_are_divided_over_the_plans_in_flight() -> None:
+    served = ScheduledModel(num_blocks=600, max_in_flight=2, max_num_batched_tokens=2048, max_context=4000)
+    request = served.submit("a", [i % 90 for i in range(2048)], max_tokens=3).request
+
+    assert shares(served.launch()) == [(0, 0, 256)]  # what is left over 2 plans in flight, 4 parts for each
+    assert shares(served.launch()) == [(0, 256, 256)]
+    served.collect()
+    assert shares(served.launch()) == [(0, 512, 224)]
+    served.run()
+    assert served.tokens["a"] == run_alone(request)
+
+
+def test_a_plan_is_not_cut_into_small_parts() -> None:
+    served = ScheduledModel(max_in_flight=2, max_num_batched_tokens=512)
+    for name, first in (("a", 0), ("b", 300)):
+        served.submit(name, prompt(100, first), max_tokens=1)
+
+    assert [num_tokens for _, _, num_tokens in shares(served.launch())] == [100, 28]
+    assert [num_tokens for _, _, num_tokens in shares(served.launch())] == [72]
+
+
+def test_a_prompt_in_all_plans_gives_its_slot_once_they_are_back() -> None:
+    served = ScheduledModel(max_num_seqs=1, max_in_flight=2, prefill_chunk_tokens=4, policy="priority")
+    later = served.submit("later level", prompt(60), max_tokens=2, priority=2)
+    served.launch()
+    served.launch()
+    earlier = served.submit("earlier level", prompt(3, first=70), max_tokens=2, priority=1)
+
+    served.collect()
+    assert shares(served.launch()) == [(0, 8, 4)]
+    served.collect()
+    assert served.launch() is None
+    served.collect()
+    assert shares(served.launch()) == [(0, 0, 3)]
+    assert (later.status, later.num_computed_tokens) == (SequenceStatus.WAITING, 12)
+    served.run()
+    for sequence in (earlier, later):
+        assert served.tokens[sequence.request_id] == run_alone(sequence.request)
 
 
 def test_decodes_are_divided_over_the_plans_in_flight() -> None:
