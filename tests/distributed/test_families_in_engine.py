@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import anonymous_tokens, engine_over, exact_config, in_group, request, run
+from helpers.engines import anonymous_tokens, engine_over, exact_config, in_group, request, run, runner_of
 from helpers.gloo_pool import GlooPool
 from helpers.tiny_models import DENSE_NAMES, MOE_NAMES, load_original, tiny_model
 
@@ -25,22 +25,25 @@ PROMPTS = (PROMPT, (*PROMPT[:20], 7, 8, 9), PROMPT[:1])
 
 @pytest.mark.parametrize("name", [name for name in DENSE_NAMES if "-" not in name])
 def test_cached_prefixes_change_no_token(gloo_pool: GlooPool, name: str) -> None:
-    _check_in_group(gloo_pool, name, expert_parallel=False)
+    _check(gloo_pool, name, _in_four(name))
 
 
 @pytest.mark.parametrize("name", ["cohere2", "gemma3", "qwen2_moe-dense-layers"])
 def test_layers_may_be_divided_unevenly_over_stages(gloo_pool: GlooPool, name: str) -> None:
     num_layers = describe_model(tiny_model(name)).num_layers
-    _check_in_group(gloo_pool, name, expert_parallel=False, layer_partition=(1, num_layers - 1))
+    config = _in_four(name, layer_partition=(1, num_layers - 1))
+    assert in_group(gloo_pool, config, _num_layers) == 1
+    _check(gloo_pool, name, config)
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("name", [name for name in MOE_NAMES if "-" not in name])
 def test_cached_prefixes_change_no_token_with_experts(gloo_pool: GlooPool, name: str, expert_parallel: bool) -> None:
-    _check_in_group(gloo_pool, name, expert_parallel=expert_parallel)
+    _check(gloo_pool, name, _in_four(name, expert_parallel=expert_parallel))
 
 
-def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool, layer_partition: tuple[int, ...] = ()) -> None:
+def _in_four(name: str, **parallel: Any) -> EngineConfig:
+    """The settings of a model over two stages of two ranks."""
     config = exact_config(
         tiny_model(name),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=64),
@@ -48,13 +51,20 @@ def _check_in_group(pool: GlooPool, name: str, *, expert_parallel: bool, layer_p
         tp=2,
         pp=2,
     )
-    parallel = replace(config.parallel, expert_parallel=expert_parallel, layer_partition=layer_partition)
-    config = replace(config, parallel=parallel)
+    return replace(config, parallel=replace(config.parallel, **parallel))
+
+
+def _check(pool: GlooPool, name: str, config: EngineConfig) -> None:
     written = in_group(pool, config, _run, timeout_s=200)
     original = load_original(tiny_model(name))
     torch.set_num_threads(1)  # two would wait for each other where other processes want the cores
     for prompt, token_ids in zip(PROMPTS[:1] + PROMPTS, written, strict=True):
         assert_greedy(original, prompt, token_ids)
+
+
+def _num_layers(executor: Executor, config: EngineConfig) -> int:
+    """Runs in the leader of the group: the layers of its stage."""
+    return runner_of(executor)._decoder.num_local_layers
 
 
 @torch.inference_mode()
