@@ -32,6 +32,12 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of a pipeline divide prompts as short as these."""
+    monkeypatch.setattr("workers.scheduler._MIN_PART", 4)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
     """A request to be made."""
