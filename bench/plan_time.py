@@ -18,7 +18,7 @@ from rich.table import Table
 from bench.load.statistics import percentile
 from bench.result_line import end_with_line
 from bench.script import count, counts, length, make_parser, run_script
-from workers.plan import ScheduledSequence, StepPlan
+from workers.plan import ScheduledSequence, ScheduledSequences, StepPlan
 from workers.transport import LeaderLink, RankLink
 
 _HOST = "127.0.0.1"
@@ -58,11 +58,11 @@ def _measure(num_ranks: int, num_seqs: int, pause_s: float, num_plans: int) -> d
     link.gather(_START_TIMEOUT_S)
     link.proceed(0)
     starts_s, sent_s = [], []
+    decodes = ScheduledSequences.of(ScheduledSequence(slot, 100, 1, [5], [], True) for slot in range(num_seqs))
     for number in range(_NUM_WARM_UP_PLANS + num_plans):
-        plan = StepPlan(number, [], [], [ScheduledSequence(slot, 100, 1, 5, [], True) for slot in range(num_seqs)])
         time.sleep(pause_s)
         starts_s.append(time.perf_counter())
-        link.send_plan(plan)
+        link.send_plan(StepPlan(number, [], [], decodes))
         sent_s.append(time.perf_counter())
     link.close()
     arrivals_s: list[Sequence[float]] = [end.recv() for end in ends]

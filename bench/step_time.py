@@ -33,7 +33,7 @@ from parallel.errors import DeviceError
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.inputs import InputBuilder
 from workers.kv_cache_manager import KVCacheManager
-from workers.plan import ModelOutput, SampledToken
+from workers.plan import ModelOutput
 from workers.recording import RecordingScheduler
 from workers.request import Request, RequestId, SamplingParams
 from workers.scheduler import Scheduler
@@ -123,7 +123,8 @@ class Steps:
         assert plan is not None
         self._inputs.build(plan)
         built_s = time.process_time()
-        output = ModelOutput(plan.number, [SampledToken(share.slot, 5) for share in plan.scheduled if share.samples])
+        slots = plan.scheduled.sampling_slots
+        output = ModelOutput(plan.number, slots, [5] * len(slots))
         ready_s = time.process_time()
         self._scheduler.update(plan, output, 0.0)
         return scheduled_s - start_s, time.process_time() - ready_s, built_s - scheduled_s

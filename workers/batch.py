@@ -5,11 +5,8 @@ from typing import NamedTuple
 
 from workers.errors import GroupFailedError
 from workers.host_tier import Copies
-from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
+from workers.plan import ModelOutput, NewSequence, ScheduledSequences, StepPlan
 from workers.sequence import Sequence
-
-_NOTHING: list[int] = []
-"""A list that stays empty: one for each share would be one more for the garbage collector to count."""
 
 
 class InFlightPlan(NamedTuple):
@@ -22,10 +19,13 @@ class InFlightPlan(NamedTuple):
         """Raise GroupFailedError unless the output is for this plan and for exactly its sampling slots."""
         if output.number != self.plan.number:
             raise GroupFailedError(f"output of step {output.number} came; expected: step {self.plan.number}")
-        expected = [share.slot for share in self.plan.scheduled if share.samples]
-        seen = [token.slot for token in output.sampled]
-        if seen != expected:
-            raise GroupFailedError(f"step {self.plan.number} answered for slots {seen}; expected: {expected}")
+        expected = self.plan.scheduled.sampling_slots
+        if output.slots != expected:
+            raise GroupFailedError(f"step {self.plan.number} answered for slots {output.slots}; expected: {expected}")
+        if len(output.token_ids) != len(expected):
+            raise GroupFailedError(
+                f"step {self.plan.number} has {len(output.token_ids)} tokens; expected: {len(expected)}"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,10 +71,11 @@ class Batch:
     def launch(self, number: int, removed_slots: list[int], copies: Copies, *, follows: bool) -> InFlightPlan:
         """Turn the step into a plan; note on its sequences that they are in flight and what the ranks know of them."""
         new = [_introduce(sequence) for sequence in self.new]
-        ones = [sequence for sequence, num_tokens in self.shares.items() if num_tokens == 1]
-        more = [sequence for sequence, num_tokens in self.shares.items() if num_tokens > 1]
-        sequences = ones + more
-        scheduled = [_plan_share(sequence, self.shares[sequence]) for sequence in sequences]
+        sequences, nums_tokens = list(self.shares), list(self.shares.values())
+        if max(nums_tokens) > 1:
+            sequences.sort(key=lambda sequence: self.shares[sequence] > 1)
+            nums_tokens = [self.shares[sequence] for sequence in sequences]
+        scheduled = _plan_shares(sequences, nums_tokens)
         plan = StepPlan(number, removed_slots, new, scheduled, copies.saves, copies.loads, follows)
         return InFlightPlan(plan, sequences)
 
@@ -90,23 +91,28 @@ def _introduce(sequence: Sequence) -> NewSequence:
     )
 
 
-def _plan_share(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    start = sequence.num_scheduled_tokens
-    token_ids, block_table = sequence.token_ids, sequence.block_table
-    num_known_tokens, num_known_blocks = sequence.num_planned_tokens, sequence.num_planned_blocks
-    samples = start + num_tokens == len(token_ids) + sequence.num_sampling
-    num_learnt = len(token_ids) - num_known_tokens
-    share = ScheduledSequence(
-        sequence.slot,
-        start,
-        num_tokens,
-        token_ids[-1] if num_learnt == 1 else token_ids[num_known_tokens:] if num_learnt else _NOTHING,
-        block_table[num_known_blocks:] if num_known_blocks < len(block_table) else _NOTHING,
-        samples,
-    )
-    sequence.num_planned_tokens = len(token_ids)
-    sequence.num_planned_blocks = len(block_table)
-    sequence.num_scheduled_tokens += num_tokens
-    sequence.num_sampling += samples
-    sequence.num_in_flight += 1
-    return share
+def _plan_shares(sequences: list[Sequence], nums_tokens: list[int]) -> ScheduledSequences:
+    """Return these shares, and note on their sequences what is planned of them."""
+    starts: list[int] = []
+    samples: list[bool] = []
+    learnt: list[int] = []
+    more_learnt: dict[int, list[int]] = {}
+    new_blocks: dict[int, list[int]] = {}
+    for sequence, num_tokens in zip(sequences, nums_tokens, strict=True):
+        token_ids, block_table, start = sequence.token_ids, sequence.block_table, sequence.num_scheduled_tokens
+        num_known, end = len(token_ids), start + num_tokens
+        is_last = end == num_known + sequence.num_sampling
+        if sequence.num_planned_tokens != num_known - 1:
+            more_learnt[len(starts)] = token_ids[sequence.num_planned_tokens :]
+        if sequence.num_planned_blocks != len(block_table):
+            new_blocks[len(starts)] = block_table[sequence.num_planned_blocks :]
+            sequence.num_planned_blocks = len(block_table)
+        starts.append(start)
+        samples.append(is_last)
+        learnt.append(token_ids[-1])
+        sequence.num_planned_tokens = num_known
+        sequence.num_scheduled_tokens = end
+        sequence.num_in_flight += 1
+        sequence.num_sampling += is_last
+    slots = [sequence.slot for sequence in sequences]
+    return ScheduledSequences(slots, starts, nums_tokens, samples, learnt, more_learnt, new_blocks)

@@ -68,19 +68,16 @@ class DecodeRun:
     def next_tokens(self, plan: StepPlan) -> list[int] | None:
         """Return the token that each share comes with, if the step decodes the sequences of the last one; else None."""
         last, shares = self._last, plan.scheduled
-        if (
-            last is None
-            or plan.new
-            or len(last.learnt) == _MOST_LEARNT
-            or [share.slot for share in shares] != last.slots
-        ):
-            return None
-        token_ids = []
-        for share in shares:
-            if share.num_tokens != 1 or not isinstance(share.learnt, int) or not share.samples:
-                return None
-            token_ids.append(share.learnt)
-        return token_ids
+        goes_on = (
+            last is not None
+            and not plan.new
+            and len(last.learnt) < _MOST_LEARNT
+            and shares.slots == last.slots
+            and not shares.more_learnt
+            and max(shares.nums_tokens) == 1
+            and all(shares.samples)
+        )
+        return shares.learnt if goes_on else None
 
     def go_on(self, token_ids: list[int]) -> StepInputs:
         """Return the inputs of the next step, whose blocks are in the slots; `token_ids` are its `next_tokens`.
@@ -112,7 +109,7 @@ class DecodeRun:
             block_tables = to_tensors(self._slots.block_tables(last.slots_S, before[0].max_context_len + 1), np.int32)
             tables = [block_table.numpy() for block_table in block_tables]
         slot_mappings = [slot_mapping + 1 for slot_mapping in last.slot_mappings]
-        context_lens, ends = torch.from_numpy(ends_S.astype(np.int32)), [position + 1 for position in positions]
+        context_lens, ends = torch.from_numpy(ends_S.astype(np.int32)), ends_S.tolist()
         metas = [
             replace(
                 meta,

@@ -300,7 +300,7 @@ class Engine:
 
     def _note_step(self, submitted: _SubmittedPlan, now_s: float) -> None:
         stats, counters = self.stats, self._scheduler.counters
-        num_tokens = sum(share.num_tokens for share in submitted.plan.scheduled)
+        num_tokens = sum(submitted.plan.scheduled.nums_tokens)
         stats.num_steps += 1
         stats.num_computed_tokens += num_tokens
         stats.step_sequences.add(len(submitted.plan.scheduled))

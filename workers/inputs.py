@@ -6,6 +6,7 @@ slots.py.
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from parallel.kernels.base import AttentionMeta
 from parallel.kernels.host_arrays import Int32Array, Int64Array, to_device
 from workers.decode_inputs import DecodeRun
 from workers.device_tables import DeviceTables
-from workers.plan import ScheduledSequence, StepPlan
+from workers.plan import ScheduledSequences, StepPlan
 from workers.slots import NewEntries, Slots
 from workers.step_inputs import StepInputs, to_tensors
 
@@ -57,10 +58,9 @@ class InputBuilder:
         """Make ready what a step after the last has in common with it; for a moment when nothing waits."""
         self._decodes.look_ahead()
 
-    def _make(self, shares: Sequence[ScheduledSequence], new_entries: NewEntries | None) -> StepInputs:
-        slots, nums = [share.slot for share in shares], [share.num_tokens for share in shares]
-        ends = [share.start + share.num_tokens for share in shares]
-        samples = [share.samples for share in shares]
+    def _make(self, shares: ScheduledSequences, new_entries: NewEntries | None) -> StepInputs:
+        slots, nums, samples = shares.slots, shares.nums_tokens, shares.samples
+        ends = list(map(add, shares.starts, nums))
         query_starts = list(accumulate(nums, initial=0))
         slots_S, ends_S = np.array(slots, np.int64), np.array(ends, np.int64)
         last_rows_S = np.array(query_starts[1:], np.int64) - 1

@@ -193,7 +193,7 @@ class ModelRunner:
 
         def finish() -> ModelOutput | None:
             sampled = self._finish_model(work, asked, layers, cost) if self._is_joined else queued
-            output = None if sampled is None else ModelOutput(work.plan.number, sampled.result())
+            output = None if sampled is None else sampled.result(work.plan.number)
             end_s = time.perf_counter()
             self._stats.add_step(end_s - max(start_s, self._step_end_s))  # it may have begun during the one before
             self._step_end_s = end_s

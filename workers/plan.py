@@ -2,10 +2,11 @@
 
 Ranks keep each running sequence in a slot, and a plan says only what changed: sequences that take a slot, slots that
 are given back, tokens and blocks that were added. Nothing here knows torch.
-
-What a step has one of for each sequence is out of sight of Python's collector of cyclic garbage (`gc=False`): it is in
-no cycle, and counting it the collector would run in most steps of 256 sequences.
 """
+
+from collections.abc import Iterable, Iterator
+from itertools import compress
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +25,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """Ids that min_tokens forbids: the model's end-of-sequence ids unless ignored, and the request's own."""
 
 
-class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ScheduledSequence(NamedTuple):
     """A sequence's share of a step: compute tokens `start : start + num_tokens`.
 
     The last one may be a token that the leader does not know yet: that which the slot sampled in the plan before.
@@ -33,19 +34,69 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     slot: int
     start: int
     num_tokens: int
-    learnt: int | list[int]
-    """The token that the leader has learnt of since this slot was last planned, to append to what the rank knows; a
-    list where there is none, or more than one. It nearly always is one: thousands of lists would set off the collector.
-    """
+    learnt: list[int]
+    """The tokens that the leader has learnt of since this slot was last planned, to append to what the rank knows."""
     new_blocks: list[int]
     """Block ids to append to the slot's block table; with several groups of layers, one for each side by side."""
     samples: bool
     """The share ends at the sequence's last token: sample the next one."""
 
+
+class ScheduledSequences(msgspec.Struct, frozen=True, array_like=True):
+    """The shares of a step, by columns: no object for each of thousands to make, to send and to take apart.
+
+    A row is a ScheduledSequence; as a collection it is one of those.
+    """
+
+    slots: list[int]
+    starts: list[int]
+    nums_tokens: list[int]
+    samples: list[bool]
+    learnt: list[int]
+    """The one token of each row that the leader has learnt of; anything in rows of `more_learnt`."""
+    more_learnt: dict[int, list[int]]
+    """By row, the tokens of those where it is not one: mostly of none."""
+    new_blocks: dict[int, list[int]]
+    """By row, those that there are."""
+
+    @classmethod
+    def of(cls, shares: Iterable[ScheduledSequence]) -> "ScheduledSequences":
+        """Return these shares by columns."""
+        shares = list(shares)
+        return cls(
+            [share.slot for share in shares],
+            [share.start for share in shares],
+            [share.num_tokens for share in shares],
+            [share.samples for share in shares],
+            [share.learnt[-1] if share.learnt else 0 for share in shares],
+            {row: share.learnt for row, share in enumerate(shares) if len(share.learnt) != 1},
+            {row: share.new_blocks for row, share in enumerate(shares) if share.new_blocks},
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, row: int) -> ScheduledSequence:
+        return ScheduledSequence(
+            self.slots[row],
+            self.starts[row],
+            self.nums_tokens[row],
+            self.learnt_in(row),
+            self.new_blocks.get(row, []),
+            self.samples[row],
+        )
+
     @property
-    def new_token_ids(self) -> list[int]:
-        """The tokens that the leader has learnt of, as a list."""
-        return [self.learnt] if isinstance(self.learnt, int) else self.learnt
+    def sampling_slots(self) -> list[int]:
+        """Slots that sample."""
+        return list(compress(self.slots, self.samples))
+
+    def learnt_in(self, row: int) -> list[int]:
+        """Return the tokens of a row that the leader has learnt of."""
+        return self.more_learnt[row] if row in self.more_learnt else [self.learnt[row]]
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +108,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     number: int
     removed: list[int]
     new: list[NewSequence]
-    scheduled: list[ScheduledSequence]
+    scheduled: ScheduledSequences
     saves: list[tuple[int, int]] = []
     """(block, slot of the host tier); no slot twice."""
     loads: list[tuple[int, int]] = []
@@ -66,18 +117,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Whether the scheduler has had work ever since the plan before."""
 
 
-class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The answer for one slot that samples."""
-
-    slot: int
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    error: str | None = None
-    """Why nothing could be sampled (NaN logits, say); token_id is then -1 and the request fails alone."""
-
-
 class ModelOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to the plan with the same number, in the order of its sampling slots."""
+    """The answer to the plan with the same number: what its sampling slots have sampled, in its order."""
 
     number: int
-    sampled: list[SampledToken]
+    slots: list[int]
+    token_ids: list[int]
+    """Negative where nothing could be sampled."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By slot, of those that were asked for them."""
+    errors: dict[int, str] = {}
+    """By slot, why nothing could be sampled (NaN logits, say): the request fails alone."""

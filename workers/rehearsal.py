@@ -22,7 +22,7 @@ from parallel.kernels.cuda_buckets import (
     largest_steps,
 )
 from workers.config import EngineConfig
-from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.plan import NewSequence, ScheduledSequence, ScheduledSequences, StepPlan
 from workers.request import SamplingParams
 from workers.stats import RankStats
 
@@ -152,8 +152,8 @@ class Rehearsal:
     def _run_step(self, shares: Sequence[tuple[int, int]], sampling: SamplingParams = _MOST_SAMPLING) -> None:
         """Run a step of new sequences that nobody has asked for, (start, tokens) of each, all in the first block."""
         new = [NewSequence(slot, [0] * num, num, sampling, []) for slot, (_, num) in enumerate(shares)]
-        scheduled = [ScheduledSequence(slot, start, num, [], [], True) for slot, (start, num) in enumerate(shares)]
-        self._run(StepPlan(0, [], new, scheduled))
+        scheduled = (ScheduledSequence(slot, start, num, [], [], True) for slot, (start, num) in enumerate(shares))
+        self._run(StepPlan(0, [], new, ScheduledSequences.of(scheduled)))
 
 
 def _largest_lengths(config: EngineConfig, max_context: int) -> list[int]:

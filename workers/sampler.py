@@ -25,10 +25,12 @@ from torch import Tensor
 from parallel.device.base import Device
 from parallel.kernels.host_arrays import Int64Array, to_device
 from parallel.kernels.sampling import IN_TORCH, Edits, TokenChoice
-from workers.plan import SampledToken
+from workers.plan import ModelOutput
 from workers.request import TokenLogprobs
 from workers.row_draws import LOGPROBS, RANDOM
 from workers.slot_draws import SlotDraws
+
+_NOT_FINITE = "the model's logits are not finite (NaN, infinite, or no token is allowed)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +46,25 @@ class Sampled:
     """Waits for the device and returns the tokens [S] and, of the R rows reported, the log-probabilities of the tokens
     [R], those of the k most likely ones [R, k], and the ids of these [R, k]."""
 
-    def result(self) -> list[SampledToken]:
-        """Wait for the device and return the tokens in the order of the rows."""
+    def result(self, number: int) -> ModelOutput:
+        """Wait for the device and return the answer to the plan of this number."""
         chosen, *logprobs = (tensor.tolist() for tensor in self.wait())
         if not self.reported and min(chosen, default=0) >= 0:
-            return list(map(SampledToken, self.slots, chosen))
+            return ModelOutput(number, self.slots, chosen)
+        errors = {slot: _NOT_FINITE for slot, token_id in zip(self.slots, chosen, strict=True) if token_id < 0}
         reports = self._reports(chosen, *logprobs) if self.reported else {}
-        return [
-            SampledToken(slot, token_id, reports.get(row)) if token_id >= 0 else _not_finite(slot)
-            for row, (slot, token_id) in enumerate(zip(self.slots, chosen, strict=True))
-        ]
+        return ModelOutput(number, self.slots, chosen, reports, errors)
 
     def _reports(
         self, chosen: list[int], values: list[float], top_values: list[list[float]], top_ids: list[list[int]]
     ) -> dict[int, TokenLogprobs]:
+        """Return the log-probabilities by slot, of rows that have a token."""
         return {
-            row: TokenLogprobs(token_id=chosen[row], logprob=value, top=tuple(zip(ids[:num], lps[:num], strict=True)))
+            self.slots[row]: TokenLogprobs(
+                token_id=chosen[row], logprob=value, top=tuple(zip(ids[:num], lps[:num], strict=True))
+            )
             for (row, num), value, ids, lps in zip(self.reported, values, top_ids, top_values, strict=True)
+            if chosen[row] >= 0
         }
 
 
@@ -115,7 +119,3 @@ class Sampler:
         index = to_device(rows, logits_SV.device)
         chosen_R = logits_SV[index, token_ids[index].clamp(min=0)]
         return [chosen_R - totals_R, top_values_RN - totals_R[:, None], top_ids_RN]
-
-
-def _not_finite(slot: int) -> SampledToken:
-    return SampledToken(slot, -1, error="the model's logits are not finite (NaN, infinite, or no token is allowed)")

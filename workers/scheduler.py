@@ -16,7 +16,7 @@ from workers.config import SchedulerConfig
 from workers.errors import InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache_manager import KVCacheManager
 from workers.limits import LengthLimits, find_end, stop_ids
-from workers.plan import ModelOutput, SampledToken, ScheduledSequence, StepPlan
+from workers.plan import ModelOutput, StepPlan
 from workers.queueing import ServingOrder
 from workers.request import Finish, FinishReason, Request, RequestId, TokenLogprobs
 from workers.roster import Roster
@@ -31,10 +31,10 @@ after the last."""
 _FINISHED = SequenceStatus.FINISHED  # for each share: Python 3.11 takes 60 ns to find a member of an enum
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     """What a step gave one sequence: a token (already in `sequence.token_ids`), or an error that ended it.
 
-    In no cycle, hence not the garbage collector's business (as in plan.py).
+    In no cycle, hence not the business of the garbage collector, which would else run in most steps of 256 sequences.
     """
 
     sequence: Sequence
@@ -221,13 +221,37 @@ class Scheduler:
         assert oldest.plan is plan, f"plan {plan.number} is not the oldest in flight, {oldest.plan.number} is"
         oldest.check_answers(output)
         self._in_flight.popleft()
-        sampled = iter(output.sampled)
-        outputs = []
-        for sequence, share in zip(oldest.sequences, plan.scheduled, strict=True):
-            token = next(sampled) if share.samples else None
-            token_output = self._land(sequence, share, token, now_s)
-            if token_output is not None:
-                outputs.append(token_output)
+        sampled = iter(output.token_ids)
+        shares, logprobs, block_size = plan.scheduled, output.logprobs, self._cache.block_size
+        outputs = []  # each token of each sequence passes here: no calls but where something happens
+        for sequence, slot, start, num_tokens, samples in zip(
+            oldest.sequences, shares.slots, shares.starts, shares.nums_tokens, shares.samples, strict=True
+        ):
+            token_id = next(sampled) if samples else 0
+            sequence.num_in_flight -= 1
+            sequence.num_sampling -= samples
+            if token_id < 0:
+                self._cache.disown(sequence)  # what led to an error must not be shared, be it a prefix that was found
+            elif start == sequence.num_computed_tokens:  # the share before it did not end in an error
+                sequence.num_computed_tokens = end = start + num_tokens
+                if end % block_size < num_tokens:  # else it fills no block
+                    self._cache.settle(sequence)
+            if sequence.status is _FINISHED:
+                if not sequence.num_in_flight:
+                    self._roster.release(sequence)
+            elif token_id < 0:
+                self._end(sequence)
+                error = RequestFailedError(output.errors.get(slot, "nothing was sampled"))
+                outputs.append(TokenOutput(sequence, None, error=error))
+            elif samples:
+                token_ids = sequence.token_ids
+                token_ids.append(token_id)
+                if sequence.first_token_s is None:
+                    sequence.first_token_s = now_s
+                if token_id in sequence.stop_token_ids or len(token_ids) >= sequence.max_num_tokens:
+                    self._end_with(sequence, token_id, now_s)  # only where it can: most tokens are spared the call
+                logprob = logprobs.get(slot) if logprobs else None
+                outputs.append(TokenOutput(sequence, token_id, logprob, sequence.finish))
         return outputs
 
     def check_integrity(self) -> None:
@@ -257,7 +281,8 @@ class Scheduler:
         goes_on = _can_run_ahead if self._looks_ahead else _has_more_chunks
         for sequence in self._roster.running:
             if not sequence.num_in_flight or goes_on(sequence):
-                (decodes if sequence.num_left == 1 else prefills).append(sequence)
+                num_left = len(sequence.token_ids) + sequence.num_sampling - sequence.num_scheduled_tokens
+                (decodes if num_left == 1 else prefills).append(sequence)
         if self._is_divided:
             del decodes[-(-self.num_running // self._max_in_flight) :]
         return decodes, prefills
@@ -356,39 +381,6 @@ class Scheduler:
         self._has_had_work = True
         self._in_flight.append(launched)
         return launched.plan
-
-    # Taking a step's output
-
-    def _land(
-        self, sequence: Sequence, share: ScheduledSequence, token: SampledToken | None, now_s: float
-    ) -> TokenOutput | None:
-        """Account for a sequence's share that came back."""
-        sequence.num_in_flight -= 1
-        sequence.num_sampling -= share.samples
-        if token is not None and token.error is not None:
-            self._cache.disown(sequence)  # what led to an error must not be shared, be it a prefix that was found
-        elif share.start == sequence.num_computed_tokens:  # the share before it did not end in an error
-            sequence.num_computed_tokens += share.num_tokens
-            self._cache.settle(sequence)
-        if sequence.status is _FINISHED:
-            if not sequence.num_in_flight:
-                self._roster.release(sequence)
-            return None
-        if token is None:
-            return None
-        if token.error is not None:
-            self._end(sequence)
-            return TokenOutput(sequence=sequence, token_id=None, error=RequestFailedError(token.error))
-        return self._append(sequence, token, now_s)
-
-    def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> TokenOutput:
-        token_id = token.token_id
-        sequence.token_ids.append(token_id)
-        if sequence.first_token_s is None:
-            sequence.first_token_s = now_s
-        if token_id in sequence.stop_token_ids or len(sequence.token_ids) >= sequence.max_num_tokens:
-            self._end_with(sequence, token_id, now_s)  # only where it can: most tokens are spared the call
-        return TokenOutput(sequence=sequence, token_id=token_id, logprobs=token.logprobs, finish=sequence.finish)
 
     # The end of a sequence
 

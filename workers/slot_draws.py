@@ -34,8 +34,8 @@ class SlotDraws:
         for new in plan.new:
             self.add(new)
         if self._edits:
-            for share in plan.scheduled:
-                self.add_output(share.slot, share.new_token_ids)
+            for row, slot in enumerate(plan.scheduled.slots):
+                self.add_output(slot, plan.scheduled.learnt_in(row))
 
     def add(self, new: NewSequence) -> None:
         """Put a sequence into its slot, in place of whatever was there."""

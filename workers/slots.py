@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.kernels.host_arrays import Int32Array, Int64Array
-from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.plan import NewSequence, ScheduledSequences, StepPlan
 
 _FEW = 4
 """Up to so many rows it is faster to write one by one."""
@@ -54,10 +54,10 @@ class Slots:
 
     def new_entries(self, plan: StepPlan) -> NewEntries:
         """Return what `add_blocks` will write; new sequences have their slots by then."""
-        growing = [share for share in plan.scheduled if share.new_blocks]
-        slots = np.array([share.slot for share in growing], np.int64)
-        nums = np.array([len(share.new_blocks) for share in growing], np.int64)
-        blocks = np.array(list(chain.from_iterable(share.new_blocks for share in growing)), np.int32)
+        new_blocks = plan.scheduled.new_blocks
+        slots = np.array([plan.scheduled.slots[row] for row in new_blocks], np.int64)
+        nums = np.array(list(map(len, new_blocks.values())), np.int64)
+        blocks = np.array(list(chain.from_iterable(new_blocks.values())), np.int32)
         firsts = slots * self.tables[0].size + self._num_blocks[slots] - np.cumsum(nums) + nums
         return NewEntries(
             taken_slots=np.array([new.slot for new in plan.new], np.int64),
@@ -65,15 +65,21 @@ class Slots:
             blocks=blocks,
         )
 
-    def add_blocks(self, shares: Sequence[ScheduledSequence]) -> None:
+    def add_blocks(self, shares: ScheduledSequences) -> None:
         """Continue the block tables by what is new in a step."""
         tables = self.tables.reshape(len(self.tables), -1)
-        _append(tables, self._num_blocks, {share.slot: share.new_blocks for share in shares if share.new_blocks})
+        new_blocks = {shares.slots[row]: blocks for row, blocks in shares.new_blocks.items()}
+        _append(tables, self._num_blocks, new_blocks)
 
-    def add_tokens(self, shares: Sequence[ScheduledSequence]) -> None:
+    def add_tokens(self, shares: ScheduledSequences) -> None:
         """Continue the tokens by what the leader has learnt."""
-        learnt = {share.slot: token_ids for share in shares if (token_ids := share.new_token_ids)}
-        _append(self.tokens, self.num_tokens, learnt)
+        more = shares.more_learnt
+        rows = [row for row in range(len(shares)) if row not in more] if more else slice(None)
+        slots = np.array(shares.slots, np.int64)[rows]
+        self.tokens[slots, self.num_tokens[slots]] = np.array(shares.learnt, np.int32)[rows]
+        self.num_tokens[slots] += 1
+        more = {shares.slots[row]: token_ids for row, token_ids in more.items() if token_ids}
+        _append(self.tokens, self.num_tokens, more)
 
     def add_steps(self, slots_S: Int64Array, steps: Sequence[list[int]]) -> None:
         """Continue the tokens of these slots by those of several steps, in each of which every slot has one."""

@@ -17,7 +17,7 @@ from router.prefix_index import ReplicaId
 from workers.config import SchedulerConfig
 from workers.errors import InvalidRequestError, QueueFullError
 from workers.kv_cache_manager import KVCacheManager
-from workers.plan import ModelOutput, SampledToken, StepPlan
+from workers.plan import ModelOutput, StepPlan
 from workers.request import FinishReason, Request, RequestId
 from workers.scheduler import Scheduler
 
@@ -195,13 +195,12 @@ class SimulatedReplica:
         for new in plan.new:
             num_prompt = new.num_prompt_tokens
             self._slots[new.slot] = new.token_ids[:num_prompt], len(new.token_ids) - num_prompt
-        sampled = []
-        for share in plan.scheduled:
-            if share.samples:
-                prompt, position = self._slots[share.slot]
-                self._slots[share.slot] = prompt, position + 1
-                sampled.append(SampledToken(share.slot, token_at(prompt, position)))
-        return ModelOutput(plan.number, sampled)
+        slots, token_ids = plan.scheduled.sampling_slots, []
+        for slot in slots:
+            prompt, position = self._slots[slot]
+            self._slots[slot] = prompt, position + 1
+            token_ids.append(token_at(prompt, position))
+        return ModelOutput(plan.number, slots, token_ids)
 
     # Frames
 

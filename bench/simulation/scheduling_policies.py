@@ -24,7 +24,7 @@ from bench.simulation.report import outcomes_line, print_outcomes
 from bench.simulation.step_cost import StepCost
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.kv_cache_manager import KVCacheManager
-from workers.plan import ModelOutput, SampledToken, StepPlan
+from workers.plan import ModelOutput, StepPlan
 from workers.request import FinishReason, RequestId
 from workers.scheduler import Scheduler
 
@@ -105,8 +105,9 @@ class Simulation:
     def _execute(self, plan: StepPlan) -> None:
         self.now_s += self._cost.duration_s(plan)
         self._num_steps += 1
-        self._num_computed += sum(share.num_tokens for share in plan.scheduled)
-        output = ModelOutput(plan.number, [SampledToken(share.slot, 1) for share in plan.scheduled if share.samples])
+        self._num_computed += sum(plan.scheduled.nums_tokens)
+        slots = plan.scheduled.sampling_slots
+        output = ModelOutput(plan.number, slots, [1] * len(slots))
         start_s = time.process_time()
         outputs = self.scheduler.update(plan, output, self.now_s)
         self._cpu_s += time.process_time() - start_s

@@ -18,6 +18,6 @@ class StepCost:
 
     def duration_s(self, plan: StepPlan) -> float:
         """Return the time that this step takes."""
-        num_tokens = sum(share.num_tokens for share in plan.scheduled)
-        num_seen = sum(share.start + share.num_tokens for share in plan.scheduled)
+        num_tokens = sum(plan.scheduled.nums_tokens)
+        num_seen = num_tokens + sum(plan.scheduled.starts)
         return self.step_s + num_tokens * self.token_s + num_seen * self.context_token_s

@@ -24,7 +24,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Goes up where a file recorded before can no longer be read, or what it holds would be told as a difference."""
 SUFFIX = ".decisions"
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers.engines import exact_config, in_group
 from helpers.gloo_pool import GlooPool, RankFailedError
+from helpers.plans import make_plan
 from helpers.recording import MAX_CONTEXT, RecordingKernels, StandIn, make_runner
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
@@ -17,7 +18,7 @@ from parallel.kernels.cuda_buckets import StepBucket
 from parallel.mesh import Mesh
 from workers.config import CacheConfig, EngineConfig, SchedulerConfig
 from workers.executor import Executor
-from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.plan import NewSequence, ScheduledSequence
 from workers.request import SamplingParams
 
 PROMPT = [1, 5, 9, 20, 31]
@@ -46,23 +47,23 @@ def serve(mesh: Mesh, max_size: int) -> Served:
     sampling = SamplingParams(temperature=0.0, logprobs=1)
     prompts = [NewSequence(slot, PROMPT[slot:], len(PROMPT) - slot, sampling, []) for slot in (0, 1)]
     chunks = [ScheduledSequence(slot, 0, len(PROMPT) - slot, [], [slot, slot + 2], True) for slot in (0, 1)]
-    outputs = [runner.run(StepPlan(0, [], prompts, chunks))]
+    outputs = [runner.run(make_plan(0, [], prompts, chunks))]
     late = NewSequence(2, [*range(50, 80)], 30, sampling, [])
     late_chunks = {4: ScheduledSequence(2, 0, 19, [], [4, 5], False), 5: ScheduledSequence(2, 19, 11, [], [], True)}
     for number in range(12):
         fed = 40 + 3 * number  # not what was sampled, which not every rank knows
-        decodes = [ScheduledSequence(s, len(PROMPT) - s + number, 1, fed + s, [], True) for s in (0, 1)]
+        decodes = [ScheduledSequence(s, len(PROMPT) - s + number, 1, [fed + s], [], True) for s in (0, 1)]
         more = [late_chunks[number]] if number in late_chunks else []
-        outputs.append(runner.run(StepPlan(number + 1, [], [late] if number == 4 else [], decodes + more)))
+        outputs.append(runner.run(make_plan(number + 1, [], [late] if number == 4 else [], decodes + more)))
     if not mesh.is_last_stage:
         runner._link.flush()
     assert kernels.recorded == recorded, "nothing is recorded later"
-    sampled = [output.sampled for output in outputs if output is not None]
+    sampled = [output for output in outputs if output is not None]
     return Served(
         recorded=recorded,
         graph_bytes=graph_bytes,
-        token_ids=[[one.token_id for one in step] for step in sampled],
-        logprobs=[[one.logprobs.logprob for one in step if one.logprobs is not None] for step in sampled],
+        token_ids=[output.token_ids for output in sampled],
+        logprobs=[[one.logprob for one in output.logprobs.values()] for output in sampled],
         collectives=[axis.counts - old for axis, old in zip((mesh.tp, mesh.pp), before, strict=True)],
     )
 

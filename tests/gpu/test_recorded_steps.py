@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import make_plan
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.device.cuda import CudaDevice
 from parallel.kernels.cuda_buckets import largest_mixed, largest_steps
 from parallel.mesh import Mesh
 from workers.config import CacheConfig, EngineConfig
-from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.plan import NewSequence, ScheduledSequence
 from workers.rank import _load
 from workers.request import SamplingParams
 
@@ -55,8 +56,8 @@ def test_a_whole_step_is_started_without_a_wait(max_size: int) -> None:
     for number in (0, 2):  # what is compiled or set up once is in the first two
         prompts = [NewSequence(slot, [1, 2, 3, 4], 4, wanted, [2]) for slot in range(3)]
         plans = [
-            StepPlan(number, [], prompts, [ScheduledSequence(slot, 0, 4, [], [slot], True) for slot in range(3)]),
-            StepPlan(number + 1, [], [], [ScheduledSequence(slot, 4, 1, [], [], True) for slot in range(3)]),
+            make_plan(number, [], prompts, [ScheduledSequence(slot, 0, 4, [], [slot], True) for slot in range(3)]),
+            make_plan(number + 1, [], [], [ScheduledSequence(slot, 4, 1, [], [], True) for slot in range(3)]),
         ]
         torch.cuda.set_sync_debug_mode("error" if number else "default")
         try:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.plan import ModelOutput, NewSequence, SampledToken, ScheduledSequence, StepPlan
+from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import Request
 
 VOCAB_SIZE = 97
@@ -73,14 +73,15 @@ class FakeModel:
         for new in plan.new:
             self._introduce(new)
         self._copy(plan)
-        lengths = [share.num_tokens for share in plan.scheduled]
+        lengths = plan.scheduled.nums_tokens
         num_ones = lengths.count(1)
         assert lengths[:num_ones] == [1] * num_ones, "the one-token shares are not first"
-        assert len({share.slot for share in plan.scheduled}) == len(plan.scheduled), "a slot is twice in a plan"
+        assert len(set(plan.scheduled.slots)) == len(plan.scheduled), "a slot is twice in a plan"
         for share in plan.scheduled:  # every token is written before any is read, as in a layer
             self._compute(share)
-        sampled = [token for share in plan.scheduled if (token := self._sample(share)) is not None]
-        return ModelOutput(plan.number, sampled)
+        sampled = {share.slot: token_id for share in plan.scheduled if (token_id := self._sample(share)) is not None}
+        errors = {slot: "logits are not finite" for slot, token_id in sampled.items() if token_id < 0}
+        return ModelOutput(plan.number, list(sampled), list(sampled.values()), errors=errors)
 
     def _copy(self, plan: StepPlan) -> None:
         assert len({slot for _, slot in plan.saves}) == len(plan.saves), "a slot is saved to twice"
@@ -99,7 +100,7 @@ class FakeModel:
 
     def _compute(self, share: ScheduledSequence) -> None:
         slot = self._slots[share.slot]
-        for token_id in share.new_token_ids:
+        for token_id in share.learnt:
             if slot.num_told == len(slot.token_ids):
                 slot.token_ids.append(token_id)
             assert slot.token_ids[slot.num_told] == token_id, "the leader knows another token"
@@ -120,7 +121,8 @@ class FakeModel:
             self._write(slot, group, share.start, end)
         self.num_computed_tokens += share.num_tokens
 
-    def _sample(self, share: ScheduledSequence) -> SampledToken | None:
+    def _sample(self, share: ScheduledSequence) -> int | None:
+        """Return the token that the share samples, if it does; -1 where the logits of its sequence are not finite."""
         slot = self._slots[share.slot]
         for group, window in enumerate(self.windows):
             self._read(
@@ -129,9 +131,7 @@ class FakeModel:
         if not share.samples:
             return None
         slot.sampled = 0 if slot.is_failing else next_token(slot.token_ids)
-        if slot.is_failing:
-            return SampledToken(share.slot, -1, error="logits are not finite")
-        return SampledToken(share.slot, slot.sampled)
+        return -1 if slot.is_failing else slot.sampled
 
     def _write(self, slot: _Slot, group: int, start: int, stop: int) -> None:
         for position in range(start, stop):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.lazy_decoder import load_at_once
+from helpers.plans import make_plan
 from parallel.device.base import Device
 from parallel.kernels.base import Kernels
 from parallel.mesh import Mesh
@@ -54,8 +55,8 @@ def make_plans() -> list[StepPlan]:
     prompt = list(range(3, 20))
     new = [NewSequence(slot, prompt, 17, sampling, [2]) for slot, sampling in enumerate(SAMPLING)]
     plans = [
-        StepPlan(0, [], new[:1], [ScheduledSequence(0, 0, 17, [], [1, 2], True)]),
-        StepPlan(
+        make_plan(0, [], new[:1], [ScheduledSequence(0, 0, 17, [], [1, 2], True)]),
+        make_plan(
             1, [], new[1:], [ScheduledSequence(0, 17, 1, [], [], True), ScheduledSequence(1, 0, 17, [], [3, 4], True)]
         ),
     ]
@@ -65,7 +66,7 @@ def make_plans() -> list[StepPlan]:
         saves, loads = [(1, 0), (3, 1)] * (number == 3), [(0, 9), (1, 10)] * (number == 5)
         if number == 6:
             shares.append(ScheduledSequence(2, 16, 1, [], [9, 11], True))
-        plans.append(StepPlan(number, [], [third] * (number == 6), shares, saves=saves, loads=loads))
+        plans.append(make_plan(number, [], [third] * (number == 6), shares, saves=saves, loads=loads))
     return plans
 
 
@@ -84,8 +85,7 @@ def check_outputs(outputs: Sequence[ModelOutput | None], expected: Sequence[Mode
     for mine, its in zip(outputs, expected, strict=True):
         assert mine is not None
         assert its is not None
-        for one, other in zip(mine.sampled, its.sampled, strict=True):
-            assert (one.slot, one.token_id, one.error) == (other.slot, other.token_id, None)
-            if other.logprobs is not None:
-                assert one.logprobs is not None
-                assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+        assert (mine.slots, mine.token_ids, mine.errors) == (its.slots, its.token_ids, {})
+        assert mine.logprobs.keys() == its.logprobs.keys()
+        for slot, other in its.logprobs.items():
+            assert mine.logprobs[slot].logprob == pytest.approx(other.logprob, abs=1e-4)

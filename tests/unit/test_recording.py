@@ -134,17 +134,17 @@ def test_disk_that_is_full_from_the_start_means_no_recording(
 
 def test_files_that_are_not_understood_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"weft decisions 1 scheduler\n")
-    with pytest.raises(RecordingVersionError, match="of version 1; allowed: 2"):
+    path.write_bytes(b"weft decisions 2 scheduler\n")
+    with pytest.raises(RecordingVersionError, match="of version 2; allowed: 3"):
         Recording(path)
-    for content in (b"", b"\x93NUMPY", b"weft decisions 2 scheduler", b"weft decisions x scheduler\n", b"\n"):
+    for content in (b"", b"\x93NUMPY", b"weft decisions 3 scheduler", b"weft decisions x scheduler\n", b"\n"):
         path.write_bytes(content)
         with pytest.raises(RecordingError, match="not a recording"):
             Recording(path)
-    path.write_bytes(b"weft decisions 2 scheduler\n")
+    path.write_bytes(b"weft decisions 3 scheduler\n")
     with pytest.raises(RecordingError, match="ends before its header"):
         Recording(path).read_header(Call)
-    path.write_bytes(b"weft decisions 2 scheduler\n\x01\0\0\0\x07")
+    path.write_bytes(b"weft decisions 3 scheduler\n\x01\0\0\0\x07")
     with pytest.raises(RecordingError, match="the header cannot be read"):
         Recording(path).read_header(Call)
     with pytest.raises(RecordingError, match="No such file"):

@@ -116,9 +116,8 @@ def test_request_that_fails_alone_is_told_and_the_turns_after_it_are_not_run() -
 
     def spoil() -> None:
         output, executor.on_collect = executor._outputs.popleft(), None
-        first, *others = output.sampled
-        spoilt = structs.replace(first, token_id=-1, error="logits are NaN")
-        executor._outputs.appendleft(structs.replace(output, sampled=[spoilt, *others]))
+        token_ids, errors = [-1, *output.token_ids[1:]], {output.slots[0]: "logits are NaN"}
+        executor._outputs.appendleft(structs.replace(output, token_ids=token_ids, errors=errors))
 
     executor.on_collect = spoil
     failed, answered = run_engine(

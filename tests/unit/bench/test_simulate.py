@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from helpers.plans import make_plan
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError, BenchError
@@ -17,7 +18,7 @@ from bench.simulation.scheduling_policies import Outcome, Simulation
 from bench.simulation.step_cost import StepCost
 from cluster.cli import app
 from workers.config import SchedulerConfig, SchedulingPolicy
-from workers.plan import ScheduledSequence, StepPlan
+from workers.plan import ScheduledSequence
 
 COST = StepCost()
 
@@ -28,9 +29,9 @@ def simulate(policy: SchedulingPolicy, jobs: list[Job], *, num_seqs: int = 16, n
 
 
 def test_a_step_takes_time_for_itself_for_its_tokens_and_for_what_they_see() -> None:
-    shares = [ScheduledSequence(0, 99, 1, 5, [], samples=True), ScheduledSequence(1, 16, 40, [], [], samples=False)]
+    shares = [ScheduledSequence(0, 99, 1, [5], [], samples=True), ScheduledSequence(1, 16, 40, [], [], samples=False)]
     cost = StepCost(step_s=1000.0, token_s=1.0, context_token_s=1e-3)
-    assert cost.duration_s(StepPlan(1, [], [], shares)) == pytest.approx(1000 + 41 + (100 + 56) * 1e-3)
+    assert cost.duration_s(make_plan(1, [], [], shares)) == pytest.approx(1000 + 41 + (100 + 56) * 1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.plans import make_plan
 
 from workers.errors import GroupFailedError
 from workers.executor import GroupExecutor, RankSteps
@@ -27,7 +28,7 @@ class FakeRunner:
 
         def finish() -> ModelOutput:
             self.events.append(f"finish {number}")
-            return ModelOutput(number, [])
+            return ModelOutput(number, [], [])
 
         return finish
 
@@ -38,7 +39,7 @@ def steps_of(runner: FakeRunner) -> RankSteps:
 
 
 def plan(number: int) -> StepPlan:
-    return StepPlan(number, [], [], [])
+    return make_plan(number, [], [], [])
 
 
 @pytest.mark.parametrize("lookahead", Lookahead)
@@ -48,7 +49,7 @@ def test_device_that_works_by_itself_has_the_next_step_before_the_first_is_waite
     steps.start(plan(0))
     steps.start(plan(1))
     assert runner.events == ["prepare 0", "start 0", "prepare 1", "start 1"]
-    assert [steps.finish(), steps.finish()] == [ModelOutput(0, []), ModelOutput(1, [])]
+    assert [steps.finish(), steps.finish()] == [ModelOutput(0, [], []), ModelOutput(1, [], [])]
 
 
 def test_a_step_that_keeps_the_thread_busy_is_only_prepared_until_it_is_waited_for() -> None:
@@ -56,7 +57,7 @@ def test_a_step_that_keeps_the_thread_busy_is_only_prepared_until_it_is_waited_f
     steps = steps_of(runner)
     steps.start(plan(0))
     assert runner.events == ["prepare 0"]
-    assert steps.finish() == ModelOutput(0, [])
+    assert steps.finish() == ModelOutput(0, [], [])
     assert runner.events == ["prepare 0", "start 0", "finish 0"]
 
 
@@ -77,7 +78,7 @@ def test_planned_ahead_a_busy_step_runs_in_a_thread_and_in_order() -> None:
     steps = steps_of(runner)
     steps.start(plan(0))
     steps.start(plan(1))
-    assert [steps.finish(), steps.finish()] == [ModelOutput(0, []), ModelOutput(1, [])]
+    assert [steps.finish(), steps.finish()] == [ModelOutput(0, [], []), ModelOutput(1, [], [])]
     done = [event for event in runner.events if "prepare" not in event]
     assert done == ["start 0", "finish 0", "start 1", "finish 1"]
     steps.close()
@@ -90,7 +91,7 @@ def test_a_rank_without_others_begins_a_step_when_the_one_before_is_done(lookahe
     steps.start(plan(0))
     steps.start(plan(1))
     assert runner.events == ["prepare 0", "start 0", "prepare 1"]
-    assert steps.finish() == ModelOutput(0, [])
+    assert steps.finish() == ModelOutput(0, [], [])
     assert runner.events[3:] == ["finish 0", "start 1"]
     steps.close()
     assert runner.events[5:] == ["finish 1"]  # nothing is under way when its memory goes

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from helpers.plans import make_plan
 
 from workers.device_tables import DeviceTables
 from workers.inputs import InputBuilder
@@ -23,11 +24,6 @@ def builder(num_slots: int = 8, max_context: int = 64) -> InputBuilder:
     return InputBuilder(num_slots=num_slots, max_context=max_context, block_size=BLOCK, device=torch.device("cpu"))
 
 
-def learnt(token_ids: list[int]) -> int | list[int]:
-    """As the scheduler says it."""
-    return token_ids[0] if len(token_ids) == 1 else token_ids
-
-
 def new(slot: int, token_ids: list[int]) -> NewSequence:
     return NewSequence(slot, token_ids, len(token_ids), SamplingParams(), [])
 
@@ -35,14 +31,14 @@ def new(slot: int, token_ids: list[int]) -> NewSequence:
 def test_chunks_and_decodes_are_packed_one_after_the_other() -> None:
     inputs = builder()
     inputs.build(
-        StepPlan(0, [], [new(2, [10, 11, 12]), new(5, [20, 21, 22, 23, 24, 25, 26])], [
+        make_plan(0, [], [new(2, [10, 11, 12]), new(5, [20, 21, 22, 23, 24, 25, 26])], [
             ScheduledSequence(2, 0, 3, [], [7], True),
             ScheduledSequence(5, 0, 2, [], [3], False),
         ])
     )  # fmt: skip
     step = inputs.build(
-        StepPlan(1, [], [], [
-            ScheduledSequence(2, 3, 1, 99, [], True),
+        make_plan(1, [], [], [
+            ScheduledSequence(2, 3, 1, [99], [], True),
             ScheduledSequence(5, 2, 4, [], [9], False),
         ])
     )  # fmt: skip
@@ -69,16 +65,16 @@ def test_chunks_and_decodes_are_packed_one_after_the_other() -> None:
 def test_tokens_that_the_leader_does_not_know_yet_are_named_by_slot() -> None:
     inputs = builder()
     inputs.build(
-        StepPlan(0, [], [new(2, [10, 11, 12]), new(5, [20, 21, 22])], [
+        make_plan(0, [], [new(2, [10, 11, 12]), new(5, [20, 21, 22])], [
             ScheduledSequence(5, 0, 2, [], [3], False),
             ScheduledSequence(2, 0, 3, [], [7], True),
         ])
     )  # fmt: skip
     ahead = inputs.build(
-        StepPlan(1, [], [], [ScheduledSequence(5, 2, 1, [], [], True), ScheduledSequence(2, 3, 1, [], [], True)])
+        make_plan(1, [], [], [ScheduledSequence(5, 2, 1, [], [], True), ScheduledSequence(2, 3, 1, [], [], True)])
     )
     later = inputs.build(
-        StepPlan(2, [], [], [ScheduledSequence(5, 3, 1, [], [], True), ScheduledSequence(2, 4, 1, 99, [8], True)])
+        make_plan(2, [], [], [ScheduledSequence(5, 3, 1, [], [], True), ScheduledSequence(2, 4, 1, [99], [8], True)])
     )
 
     assert (ahead.fed_rows.tolist(), ahead.fed_slots.tolist()) == ([1], [2])
@@ -91,7 +87,7 @@ def test_tokens_that_the_leader_does_not_know_yet_are_named_by_slot() -> None:
 def test_a_batch_of_decodes_needs_no_row_index() -> None:
     inputs = builder()
     step = inputs.build(
-        StepPlan(0, [], [new(0, [1]), new(1, [2])], [
+        make_plan(0, [], [new(0, [1]), new(1, [2])], [
             ScheduledSequence(0, 0, 1, [], [5], True), ScheduledSequence(1, 0, 1, [], [6], True)
         ])
     )  # fmt: skip
@@ -100,16 +96,16 @@ def test_a_batch_of_decodes_needs_no_row_index() -> None:
 
 
 def test_a_one_token_chunk_that_does_not_sample_keeps_the_row_index() -> None:
-    step = builder().build(StepPlan(0, [], [new(0, [1, 2])], [ScheduledSequence(0, 0, 1, [], [5], False)]))
+    step = builder().build(make_plan(0, [], [new(0, [1, 2])], [ScheduledSequence(0, 0, 1, [], [5], False)]))
     assert step.sample_rows is not None
     assert step.sample_rows.tolist() == []
 
 
 def test_a_slot_taken_again_forgets_tokens_and_blocks() -> None:
     inputs = builder()
-    inputs.build(StepPlan(0, [], [new(0, list(range(12)))], [ScheduledSequence(0, 0, 12, [], [1, 2, 3], True)]))
+    inputs.build(make_plan(0, [], [new(0, list(range(12)))], [ScheduledSequence(0, 0, 12, [], [1, 2, 3], True)]))
     step = inputs.build(
-        StepPlan(1, [0], [new(0, [50, 51]), new(1, list(range(9)))], [
+        make_plan(1, [0], [new(0, [50, 51]), new(1, list(range(9)))], [
             ScheduledSequence(0, 0, 2, [], [8], True), ScheduledSequence(1, 0, 9, [], [4, 5, 6], True)
         ])
     )  # fmt: skip
@@ -147,11 +143,11 @@ def test_random_plans_equal_a_plain_reading_of_them() -> None:
             blocks = list(range(next_block, next_block + -(-end // BLOCK) - len(tables[slot])))
             next_block += len(blocks)
             tables[slot] += blocks
-            shares.append(ScheduledSequence(slot, computed[slot], num, learnt(added), blocks, end == len(known[slot])))
+            shares.append(ScheduledSequence(slot, computed[slot], num, added, blocks, end == len(known[slot])))
             computed[slot] = end
         if not shares:
             continue
-        step = inputs.build(StepPlan(number, removed, news, shares))
+        step = inputs.build(make_plan(number, removed, news, shares))
         places = [(share.slot, share.start + i) for share in shares for i in range(share.num_tokens)]
         assert step.token_ids.tolist() == [known[slot][position] for slot, position in places]
         assert step.positions.tolist() == [position for _, position in places]
@@ -169,14 +165,14 @@ def test_random_plans_equal_a_plain_reading_of_them() -> None:
 def test_each_group_of_layers_has_tables_and_slots_of_its_own() -> None:
     inputs = InputBuilder(num_slots=4, max_context=64, block_size=BLOCK, device=torch.device("cpu"), num_groups=2)
     inputs.build(
-        StepPlan(0, [], [new(1, list(range(6))), new(2, [9])], [
+        make_plan(0, [], [new(1, list(range(6))), new(2, [9])], [
             ScheduledSequence(2, 0, 1, [], [5, 6], True),
             ScheduledSequence(1, 0, 6, [], [7, 8, 9, 10], True),
         ])
     )  # fmt: skip
     step = inputs.build(
-        StepPlan(1, [], [], [
-            ScheduledSequence(2, 1, 1, 3, [], True),
+        make_plan(1, [], [], [
+            ScheduledSequence(2, 1, 1, [3], [], True),
             ScheduledSequence(1, 6, 3, [1, 2, 3], [11, 12], True),
         ])
     )  # fmt: skip
@@ -189,7 +185,7 @@ def test_each_group_of_layers_has_tables_and_slots_of_its_own() -> None:
     assert second.slot_mapping.tolist() == [6 * 4 + 1, 10 * 4 + 2, 10 * 4 + 3, 12 * 4]
     assert first.query_starts is second.query_starts
     assert first.context_lens is second.context_lens
-    step = inputs.build(StepPlan(2, [1], [new(1, [4])], [ScheduledSequence(1, 0, 1, [], [3, 4], True)]))
+    step = inputs.build(make_plan(2, [1], [new(1, [4])], [ScheduledSequence(1, 0, 1, [], [3, 4], True)]))
     assert inputs._slots.tables[1, :3].tolist() == [[3, 4], [0, 0], [0, 0]]
 
 
@@ -208,9 +204,9 @@ def decoding(num_groups: int) -> Iterator[StepPlan]:
             num_new = -(-ends[slot] // BLOCK) - entries[slot]
             entries[slot] += num_new
             table = [next(blocks) for _ in range(num_new * num_groups)]
-            shares.append(ScheduledSequence(slot, start, ends[slot] - start, learnt(added[slot]), table, True))
+            shares.append(ScheduledSequence(slot, start, ends[slot] - start, added[slot], table, True))
         shares.sort(key=lambda share: share.num_tokens > 1)
-        yield StepPlan(number, [], news, shares)
+        yield make_plan(number, [], news, shares)
         news = []
         num_learnt = {30: 0, 60: 2}.get(number, 1)  # in between only ranks know the last token
         added = {slot: [rng.randrange(1000) for _ in range(num_learnt)] for slot in known}
@@ -290,9 +286,11 @@ def test_what_goes_to_a_gpu_does_not_grow_with_the_longest_context(monkeypatch: 
             ScheduledSequence(slot, 0, length, [], [5] * (length // BLOCK + 1), True)
             for slot, length in lengths.items()
         ]
-        inputs.build(StepPlan(0, [], news, shares))
+        inputs.build(make_plan(0, [], news, shares))
         inputs.build(
-            StepPlan(1, [], [], [ScheduledSequence(slot, length, 1, 7, [], True) for slot, length in lengths.items()])
+            make_plan(
+                1, [], [], [ScheduledSequence(slot, length, 1, [7], [], True) for slot, length in lengths.items()]
+            )
         )
     _, short, _, long = num_bytes
     assert long == short

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import make_plan
 from helpers.tiny_models import tiny_model
 
 from bench.load.model_cost import ModelCost, Work
@@ -68,7 +69,7 @@ def step_meta(*shares: tuple[int, int]) -> AttentionMeta:
     builder = InputBuilder(num_slots=len(shares), max_context=64, block_size=16, device=torch.device("cpu"))
     new = [NewSequence(i, [0] * 64, 64, SamplingParams(), []) for i in range(len(shares))]
     scheduled = [ScheduledSequence(i, start, num, [], [], True) for i, (start, num) in enumerate(shares)]
-    return builder.build(StepPlan(0, [], new, scheduled)).metas[0]
+    return builder.build(make_plan(0, [], new, scheduled)).metas[0]
 
 
 def step_bytes(decoder: Decoder, *shares: tuple[int, int]) -> float:
@@ -89,9 +90,9 @@ def test_a_run_counts_what_the_benchmark_says_of_it(config: dict[str, Any], tmp_
     )
     try:
         prompt = NewSequence(0, [5, 6, 7, 8, 9, 10], 6, sampling, [])
-        run(executor, StepPlan(0, [], [prompt], [ScheduledSequence(0, 0, 6, [], [0], True)]))
+        run(executor, make_plan(0, [], [prompt], [ScheduledSequence(0, 0, 6, [], [0], True)]))
         for number, start in ((1, 6), (2, 7)):
-            run(executor, StepPlan(number, [], [], [ScheduledSequence(0, start, 1, 5, [], True)]))
+            run(executor, make_plan(number, [], [], [ScheduledSequence(0, start, 1, [5], [], True)]))
     finally:
         executor.close()
     cost = ModelCost.of(describe_model(tmp_path), torch.float32)
@@ -152,13 +153,13 @@ def test_a_head_that_only_says_the_largest_counts_as_what_it_reads(
     try:
         new = [NewSequence(slot, [5, 6, 7, 8], 3, sampling, []) for slot in range(3)]
         first = [ScheduledSequence(slot, 0, 2, [], [slot], False) for slot in range(3)]
-        run(executor, StepPlan(0, [], new, first))
+        run(executor, make_plan(0, [], new, first))
         read.append(stats.model_read_bytes)
         second = [ScheduledSequence(slot, 2, 1, [], [], slot < 2) for slot in range(3)]
-        run(executor, StepPlan(1, [], [], second))
+        run(executor, make_plan(1, [], [], second))
         read.append(stats.model_read_bytes - read[0])
         third = [ScheduledSequence(slot, 3, 1, [], [], True) for slot in range(3)]
-        run(executor, StepPlan(2, [], [], third))
+        run(executor, make_plan(2, [], [], third))
         read.append(stats.model_read_bytes - sum(read))
     finally:
         executor.close()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.plans import make_plan
 from helpers.recording import MAX_CONTEXT, RecordingKernels, make_runner
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from parallel.kernels.cuda_graphs import Recording, Result
 from parallel.random_model import write_random_model
 from workers import model_runner
-from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
+from workers.plan import ModelOutput, NewSequence, ScheduledSequence
 from workers.rehearsal import Rehearsal
 from workers.request import SamplingParams
 
@@ -63,12 +64,12 @@ def test_every_step_that_can_come_is_recorded_before_the_first_request(model: Pa
             for start in range(0, context - 1, budget):
                 num, new_blocks = min(budget, context - 1 - start), blocks if start == 0 else []
                 chunks = [ScheduledSequence(slot, start, num, [], new_blocks, True) for slot in range(num_seqs)]
-                runner.run(StepPlan(number, [], prompts if start == 0 else [], chunks))
+                runner.run(make_plan(number, [], prompts if start == 0 else [], chunks))
                 number += 1
-            decodes = [ScheduledSequence(slot, context - 1, 1, 7, [], True) for slot in range(num_seqs)]
-            output = runner.run(StepPlan(number, [], [], decodes))
+            decodes = [ScheduledSequence(slot, context - 1, 1, [7], [], True) for slot in range(num_seqs)]
+            output = runner.run(make_plan(number, [], [], decodes))
             assert output is not None
-            assert len(output.sampled) == num_seqs
+            assert len(output.token_ids) == num_seqs
             number += 1
     assert kernels.recorded == recorded
     assert stats.num_steps == number
@@ -191,7 +192,7 @@ def test_time_in_two_steps_at_once_counts_once(model: Path, monkeypatch: pytest.
 
     def start(slot: int) -> Callable[[], ModelOutput | None]:
         new = NewSequence(slot, [1, 2], 2, SamplingParams(temperature=0.0), [])
-        plan = StepPlan(slot, [], [new], [ScheduledSequence(slot, 0, 2, [], [slot], True)])
+        plan = make_plan(slot, [], [new], [ScheduledSequence(slot, 0, 2, [], [slot], True)])
         return runner.start(runner.prepare(plan))
 
     now_s = 10.0

@@ -1,11 +1,12 @@
 """Tokens follow the distribution that the parameters ask for, and a row never depends on its batch."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from helpers.plans import make_plan
 from helpers.sampling_cases import NOISE_ENDS
 from weft.limits import MAX_TEMPERATURE
 
@@ -14,8 +15,8 @@ from parallel.kernels.sampling import edit_in_torch, gumbel
 from parallel.kernels.truncation import device_bounds, host_bounds, lower_bounds
 from workers.errors import InvalidRequestError
 from workers.logit_edits import SequenceEdits
-from workers.plan import NewSequence, SampledToken, StepPlan
-from workers.request import GREEDY_TEMPERATURE, SamplingParams
+from workers.plan import ModelOutput, NewSequence
+from workers.request import GREEDY_TEMPERATURE, SamplingParams, TokenLogprobs
 from workers.row_draws import RowDraws
 from workers.sampler import Sampler, nothing_sampled
 from workers.slot_draws import SlotDraws
@@ -33,16 +34,31 @@ def new_sequence(
     )
 
 
-def sample_all(logits: torch.Tensor, news: list[NewSequence], positions: list[int]) -> list[SampledToken]:
+class Token(NamedTuple):
+    """What a row has sampled."""
+
+    token_id: int
+    error: str | None
+    logprobs: TokenLogprobs | None
+
+
+def rows_of(output: ModelOutput) -> list[Token]:
+    return [
+        Token(token_id, output.errors.get(slot), output.logprobs.get(slot))
+        for slot, token_id in zip(output.slots, output.token_ids, strict=True)
+    ]
+
+
+def sample_all(logits: torch.Tensor, news: list[NewSequence], positions: list[int]) -> list[Token]:
     slots = SlotDraws(max(new.slot for new in news) + 1)
     for new in news:
         slots.add(new)
     rows = np.array([new.slot for new in news]), np.array(positions)
     sampler = Sampler(device=CpuDevice(), draws=slots)
-    return sampler.sample(logits.clone(), *rows, slots.edits(*rows)).result()
+    return rows_of(sampler.sample(logits.clone(), *rows, slots.edits(*rows)).result(0))
 
 
-def sample_one(logits: list[float] | torch.Tensor, position: int = 1, **params: Any) -> SampledToken:
+def sample_one(logits: list[float] | torch.Tensor, position: int = 1, **params: Any) -> Token:
     (token,) = sample_all(torch.as_tensor(logits)[None], [new_sequence(**params)], [position])
     return token
 
@@ -370,7 +386,7 @@ def test_stop_ids_are_edits_only_where_tokens_must_come_before_them(params: dict
 
 def test_a_step_in_which_nobody_samples_gives_no_tokens() -> None:
     nothing = nothing_sampled()
-    assert nothing.result() == nothing.token_ids.tolist() == []
+    assert nothing.result(3) == ModelOutput(3, [], [])
 
 
 def test_a_small_vocabulary_has_no_more_alternatives_than_tokens() -> None:
@@ -404,13 +420,12 @@ def test_a_slot_taken_again_forgets_its_last_sequence() -> None:
     assert slots.edits(*rows) is not None
     assert slots.edits(rows[0][:0], rows[1][:0]) is None, "nobody samples"
     assert slots.has_edits
-    slots.apply(StepPlan(1, [0], [], []))
+    slots.apply(make_plan(1, [0], [], []))
     assert not slots.has_edits
-    slots.apply(StepPlan(2, [], [new_sequence(temperature=0.0)], []))
+    slots.apply(make_plan(2, [], [new_sequence(temperature=0.0)], []))
     assert slots.edits(*rows) is None
     sampler = Sampler(device=CpuDevice(), draws=slots)
-    (token,) = sampler.sample(torch.tensor([[5.0, 6.0]]), *rows, None).result()
-    assert token == SampledToken(0, 1)
+    assert sampler.sample(torch.tensor([[5.0, 6.0]]), *rows, None).result(3) == ModelOutput(3, [0], [1])
 
 
 def test_the_largest_logits_alone_are_asked_for_where_top_k_limits_all_that_is_limited() -> None:

@@ -37,10 +37,10 @@ def test_plan_tells_only_what_changed() -> None:
     assert second is not None
     assert third is not None
     assert [new.token_ids for new in first.new] == [prompt(4)]
-    assert first.scheduled[0].new_token_ids == []
+    assert first.scheduled[0].learnt == []
     assert len(first.scheduled[0].new_blocks) == 1
     assert second.new == []
-    assert second.scheduled[0].learnt == output.token_id, "no list for one"
+    assert second.scheduled[0].learnt == [output.token_id]
     assert len(second.scheduled[0].new_blocks) == 1  # the fifth token begins a block
     assert third.scheduled[0].new_blocks == []
     assert [plan.number for plan in (first, second, third)] == [0, 1, 2]

@@ -6,7 +6,7 @@ from helpers.scheduling import ScheduledModel, prompt, shares
 from weft.block_hash import block_hashes, root_hash
 
 from workers.errors import GroupFailedError
-from workers.plan import ModelOutput, SampledToken
+from workers.plan import ModelOutput
 from workers.request import FinishReason
 from workers.sequence import SequenceStatus
 
@@ -160,18 +160,29 @@ def test_output_of_another_step_is_refused() -> None:
     assert plan is not None
 
     with pytest.raises(GroupFailedError, match="output of step 7 came; expected: step 0"):
-        served.scheduler.update(plan, ModelOutput(7, [SampledToken(0, 1)]), 0.0)
+        served.scheduler.update(plan, ModelOutput(7, [0], [1]), 0.0)
 
 
-@pytest.mark.parametrize("sampled", [[], [SampledToken(1, 5)], [SampledToken(0, 5), SampledToken(1, 5)]])
-def test_output_for_other_slots_is_refused(sampled: list[SampledToken]) -> None:
+@pytest.mark.parametrize("slots", [[], [1], [0, 1]])
+def test_output_for_other_slots_is_refused(slots: list[int]) -> None:
     served = ScheduledModel()
     served.submit("a", prompt(4))
     plan = served.scheduler.schedule(0.0)
     assert plan is not None
 
     with pytest.raises(GroupFailedError, match=r"step 0 answered for slots .*; expected: \[0\]"):
-        served.scheduler.update(plan, ModelOutput(0, sampled), 0.0)
+        served.scheduler.update(plan, ModelOutput(0, slots, [5] * len(slots)), 0.0)
+
+
+@pytest.mark.parametrize("token_ids", [[], [5, 6]])
+def test_output_with_another_number_of_tokens_is_refused(token_ids: list[int]) -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(4))
+    plan = served.scheduler.schedule(0.0)
+    assert plan is not None
+
+    with pytest.raises(GroupFailedError, match=rf"step 0 has {len(token_ids)} tokens; expected: 1"):
+        served.scheduler.update(plan, ModelOutput(0, [0], token_ids), 0.0)
 
 
 # Looking ahead
@@ -185,12 +196,12 @@ def test_next_step_is_planned_before_the_token_is_known() -> None:
     second = served.launch()
     assert shares(second) == [(0, 7, 1)]
     assert second is not None
-    assert second.scheduled[0].new_token_ids == []
+    assert second.scheduled[0].learnt == []
     (output,) = served.collect()
     third = served.launch()
     assert shares(third) == [(0, 8, 1)]
     assert third is not None
-    assert third.scheduled[0].new_token_ids == [output.token_id]
+    assert third.scheduled[0].learnt == [output.token_id]
     served.run()
     assert served.tokens["a"] == run_alone(item)
     assert served.model.num_computed_tokens == 7 + 4  # nothing beyond the last token but one

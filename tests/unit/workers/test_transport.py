@@ -14,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from helpers.plans import make_plan
 from weft.addresses import split_host_port
 
 from workers.errors import GroupFailedError
 from workers.local_plans import MAX_BYTES, PlanReceiver, PlanSender
-from workers.plan import ModelOutput, NewSequence, SampledToken, ScheduledSequence, StepPlan
+from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
 from workers.request import SamplingParams, TokenLogprobs
 from workers.transport import LeaderLink, PlanChain, PlanMessage, RankLink
 
@@ -27,7 +28,7 @@ HOST = "127.0.0.1"
 
 def plan(number: int, num_seqs: int = 2) -> StepPlan:
     new = NewSequence(1, [5, 6, 7], 2, SamplingParams(seed=2**64 - 1, stop=("a",), temperature=0.1), [2])
-    return StepPlan(number, [3], [new], [ScheduledSequence(i, 9, 1, 4, [8], True) for i in range(num_seqs)])
+    return make_plan(number, [3], [new], [ScheduledSequence(i, 9, 1, [4], [8], True) for i in range(num_seqs)])
 
 
 def in_thread(target: Callable[[], None]) -> threading.Thread:
@@ -43,8 +44,8 @@ def echo_rank(endpoint: str, rank: int) -> None:
         while (received := link.receive_plan()) is not None:
             if received.number == 99:
                 raise ValueError("a bad plan")
-            token = SampledToken(1, received.number, TokenLogprobs(token_id=3, logprob=-0.5, top=((3, -0.5),)))
-            link.send_output(ModelOutput(received.number, [token]))
+            logprobs = {1: TokenLogprobs(token_id=3, logprob=-0.5, top=((3, -0.5),))}
+            link.send_output(ModelOutput(received.number, [1], [received.number], logprobs))
 
 
 def start(num_ranks: int) -> tuple[LeaderLink, list[threading.Thread]]:
@@ -68,8 +69,8 @@ def test_plans_and_outputs_cross_unchanged() -> None:
         leader.send_plan(plan(number))
         for rank in (1, 2):
             output = leader.receive_output(rank, 5.0)
-            assert output.number == output.sampled[0].token_id == number
-            assert output.sampled[0].logprobs == TokenLogprobs(token_id=3, logprob=-0.5, top=((3, -0.5),))
+            assert (output.number, output.slots, output.token_ids) == (number, [1], [number])
+            assert output.logprobs == {1: TokenLogprobs(token_id=3, logprob=-0.5, top=((3, -0.5),))}
     leader.close()
     for thread in threads:
         thread.join(5)
