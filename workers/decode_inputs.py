@@ -66,7 +66,10 @@ class DecodeRun:
             self._slots.add_steps(last.slots_S, last.learnt)
 
     def next_tokens(self, plan: StepPlan) -> list[int] | None:
-        """Return the token that each share comes with, if the step decodes the sequences of the last one; else None."""
+        """Return the token that each share comes with, if the step decodes the sequences of the last one; else None.
+
+        All of them sampled: with the one token that each comes with it has one to compute, and samples again.
+        """
         last, shares = self._last, plan.scheduled
         goes_on = (
             last is not None
@@ -74,8 +77,6 @@ class DecodeRun:
             and len(last.learnt) < _MOST_LEARNT
             and shares.slots == last.slots
             and not shares.more_learnt
-            and max(shares.nums_tokens) == 1
-            and all(shares.samples)
         )
         return shares.learnt if goes_on else None
 

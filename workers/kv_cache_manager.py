@@ -236,7 +236,8 @@ class KVCacheManager:
             assert num_entries <= self.layout.num_entries(len(sequence.token_ids) + sequence.num_sampling), (
                 f"{sequence.request_id} has more blocks than tokens need"
             )
-            assert sequence.num_full_blocks * self.block_size <= sequence.num_computed_tokens, "full before computed"
+            num_full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self.block_size
+            assert sequence.num_full_blocks == num_full, "a block is full and not noted, or noted before it is computed"
             assert not self.pool.enable_prefix_caching or sequence.num_known_blocks >= sequence.num_full_blocks
         self.pool.check_integrity(owners)
 

@@ -226,6 +226,8 @@ def test_nan_fails_its_own_row_only() -> None:
         tokens = sample_all(logits, [new_sequence(slot, **params) for slot in range(4)], [1] * 4)
         assert [token.token_id for token in tokens] == [1, -1, -1, 0]
         assert [token.error is not None for token in tokens] == [False, True, True, False]
+        has_logprobs = "logprobs" in params
+        assert [token.logprobs is not None for token in tokens] == [has_logprobs, False, False, has_logprobs]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from helpers.fake_model import next_token, run_alone
 from helpers.scheduling import ScheduledModel, make_request, prompt, shares
 
 from workers.errors import InvalidRequestError, QueueFullError, RequestFailedError
-from workers.request import FinishReason, RequestId
+from workers.plan import ModelOutput
+from workers.request import FinishReason, RequestId, TokenLogprobs
 from workers.sequence import SequenceStatus
 
 # One request
@@ -44,6 +45,19 @@ def test_plan_tells_only_what_changed() -> None:
     assert len(second.scheduled[0].new_blocks) == 1  # the fifth token begins a block
     assert third.scheduled[0].new_blocks == []
     assert [plan.number for plan in (first, second, third)] == [0, 1, 2]
+
+
+def test_each_token_comes_with_its_log_probabilities_and_the_last_one_too() -> None:
+    served = ScheduledModel()
+    served.submit("a", prompt(4), max_tokens=1)
+    served.submit("b", prompt(4, first=9), max_tokens=1)
+    plan = served.scheduler.schedule(0.0)
+    assert plan is not None
+    of_second = TokenLogprobs(token_id=6, logprob=-0.5, top=())
+    output = ModelOutput(plan.number, [0, 1], [5, 6], {1: of_second})
+    tokens = served.scheduler.update(plan, output, 0.0)
+    assert [(token.token_id, token.logprobs) for token in tokens] == [(5, None), (6, of_second)]
+    assert all(token.finish is not None for token in tokens)
 
 
 def test_a_plan_tells_whether_there_was_work_ever_since_the_one_before() -> None:
@@ -340,13 +354,15 @@ def test_decodes_are_served_before_prefills_and_never_wait_for_them() -> None:
     assert len(served.tokens["short"]) == 9
 
 
-def test_one_token_shares_come_first_in_the_plan() -> None:
-    served = ScheduledModel(max_num_batched_tokens=9)
-    served.submit("a", prompt(5))
-    served.submit("b", prompt(3, first=30))
+@pytest.mark.parametrize(("first", "second"), [(5, 3), (2, 2)])
+def test_one_token_shares_come_first_in_the_plan(first: int, second: int) -> None:
+    served = ScheduledModel(max_num_batched_tokens=first + second + 1, max_num_seqs=4)
+    served.submit("a", prompt(first))
+    served.submit("b", prompt(second, first=30))
     served.submit("c", prompt(9, first=60))
 
-    assert [(slot, num_tokens) for slot, _, num_tokens in shares(served.launch())] == [(2, 1), (0, 5), (1, 3)]
+    planned = [(slot, num_tokens) for slot, _, num_tokens in shares(served.launch())]
+    assert planned == [(2, 1), (0, first), (1, second)]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, None])
