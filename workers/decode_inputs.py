@@ -68,12 +68,12 @@ class DecodeRun:
     def next_tokens(self, plan: StepPlan) -> list[int] | None:
         """Return the token that each share comes with, if the step decodes the sequences of the last one; else None.
 
-        All of them sampled: with the one token that each comes with it has one to compute, and samples again.
+        All of them sampled: with the one token that each comes with it has one to compute, and samples again. A new
+        sequence, in the slot of one of them, comes with none.
         """
         last, shares = self._last, plan.scheduled
         goes_on = (
             last is not None
-            and not plan.new
             and len(last.learnt) < _MOST_LEARNT
             and shares.slots == last.slots
             and not shares.more_learnt
