@@ -88,29 +88,29 @@ class Delivery:
 
     def _deliver(self, token: TokenOutput, now_s: float) -> RequestOutput:
         """Turn what a step gave a sequence into its output. Whatever goes wrong with its text ends it alone."""
-        request_id = token.sequence.request_id
-        if token.error is not None or token.token_id is None:
+        sequence, token_id = token.sequence, token.token_id
+        request_id = sequence.request.request_id
+        if token_id is None:
             return self._fail(request_id, token.error or RequestFailedError("nothing was sampled"))
         stream = self._streams[request_id]
         self._note_token(stream, now_s)
         try:
-            text = self._push(stream, token.token_id, now_s)
+            text = self._push(stream, token_id, now_s)
         except Exception as error:
             logger.exception("request %s: its text cannot be made", request_id)
-            if token.sequence.finish is None:
-                self._scheduler.finish(token.sequence, FinishReason.ABORT, now_s)
-            return self._fail(request_id, RequestFailedError(f"token {token.token_id} has no text: {error!r}"))
+            if sequence.finish is None:
+                self._scheduler.finish(sequence, FinishReason.ABORT, now_s)
+            return self._fail(request_id, RequestFailedError(f"token {token_id} has no text: {error!r}"))
         logprobs = () if token.logprobs is None else (token.logprobs,)
-        if token.sequence.finish is None:
-            return RequestOutput(request_id=request_id, token_ids=(token.token_id,), text=text, logprobs=logprobs)
-        return msgspec.structs.replace(self._end(token.sequence, text), token_ids=(token.token_id,), logprobs=logprobs)
+        if sequence.finish is None:
+            return RequestOutput(request_id=request_id, token_ids=(token_id,), text=text, logprobs=logprobs)
+        return msgspec.structs.replace(self._end(sequence, text), token_ids=(token_id,), logprobs=logprobs)
 
     def _push(self, stream: _Stream, token_id: int, now_s: float) -> str:
         """Return the text that the token made certain; end the sequence when that completes a stop string."""
         sequence, detokenizer = stream.sequence, stream.detokenizer
-        finish = sequence.finish
-        keeps_stop = sequence.request.sampling.include_stop_str_in_output
-        if finish is not None and finish.stop_token_id is not None and not keeps_stop:
+        finish, sampling = sequence.finish, sequence.request.sampling
+        if finish is not None and finish.stop_token_id is not None and not sampling.include_stop_str_in_output:
             return ""
         text = detokenizer.push(token_id)
         if detokenizer.stop_string is not None:

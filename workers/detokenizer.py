@@ -53,7 +53,8 @@ class IncrementalDetokenizer:
     def push(self, token_id: int) -> str:
         """Take one more token and return the text that became certain with it."""
         self._num_tokens += 1
-        text = self._decode(token_id)
+        known = self._texts[token_id] if self._is_plain else None
+        text = self._decode(token_id) if known is None else known
         return self._search(text) if self._stops else text
 
     def resume(self, token_ids: Sequence[int]) -> None:
@@ -86,8 +87,6 @@ class IncrementalDetokenizer:
         return held + self._decoder.decode(b"", final=True)
 
     def _decode(self, token_id: int) -> str:
-        if self._is_plain and (known := self._texts[token_id]) is not None:
-            return known
         piece = self._piece(token_id)
         if self._is_first and piece:
             self._is_first = False
