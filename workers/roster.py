@@ -69,8 +69,8 @@ class Roster:
     def num_pending_tokens(self) -> int:
         """Tokens that wait to be computed; the one token that each decoding sequence always has is not counted."""
         num_kept = sum(sequence.num_computed_tokens for sequence in self._suspended)
-        num_running = sum(num for sequence in self.running if (num := _num_not_computed(sequence)) > 1)
-        return self._waiting.num_tokens - num_kept + num_running
+        nums_left = (len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running)
+        return self._waiting.num_tokens - num_kept + sum(num for num in nums_left if num > 1)
 
     @property
     def has_free_slot(self) -> bool:
@@ -265,7 +265,3 @@ _order = attrgetter("order")
 
 def _level(sequence: Sequence) -> int:
     return sequence.order[0]
-
-
-def _num_not_computed(sequence: Sequence) -> int:
-    return len(sequence.token_ids) - sequence.num_computed_tokens

@@ -86,6 +86,8 @@ class TableLayout:
 
     def num_more(self, sequence: Sequence, num_entries: int) -> int:
         """Return how many blocks more than it has a sequence holds at once on the way to so many entries."""
+        if not self.sliding:  # asked of all who run, when one may start
+            return num_entries * self.num_groups - len(sequence.block_table)
         num_begun = len(sequence.block_table) // self.num_groups
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         return self.num_missing(num_entries, num_begun, num_left, num_full=sequence.num_full_blocks)
