@@ -211,9 +211,10 @@ class _Front:
     def _caller(self, request: Request) -> "_Caller":
         """Who asks, and what the headers say besides. Raises UnauthenticatedError, InvalidRequestError."""
         trace_context = read_context(request.headers.items()) if self._reads_trace_context else ()
-        request_id = request.headers.get(_ID_HEADER) or uuid.uuid4().hex
-        check_request_id(_ID_HEADER, request_id, _MAX_REQUEST_ID_CHARS)
-        request.state.request_id = request_id
+        request_id = request.state.request_id = uuid.uuid4().hex
+        if given := request.headers.get(_ID_HEADER):
+            check_request_id(_ID_HEADER, given, _MAX_REQUEST_ID_CHARS)
+            request_id = request.state.request_id = given
         tenant = self._identify(request)
         return _Caller(
             tenant=tenant,
@@ -310,6 +311,11 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         raise HTTPException(
             415, f"Content-Encoding is {encoding!r}; allowed: none, plain JSON", {"accept-encoding": "identity"}
         )
+    message = f"the body is larger than {max_bytes} bytes, which is the most that is allowed"
+    announced = request.headers.get("content-length", "0")  # the server has checked that it is a number
+    most = max_bytes if request.headers.get("expect", "").lower() == "100-continue" else _DRAIN_FACTOR * max_bytes
+    if int(announced) > most:
+        raise HTTPException(413, message, {"connection": "close"})
     body = bytearray()
     num_bytes = 0
     async for part in request.stream():
@@ -319,7 +325,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         elif num_bytes > _DRAIN_FACTOR * max_bytes:
             break
     if num_bytes > max_bytes:
-        raise HTTPException(413, f"the body is larger than {max_bytes} bytes, which is the most that is allowed")
+        raise HTTPException(413, message)
     return bytes(body).removeprefix(codecs.BOM_UTF8)
 
 

@@ -129,11 +129,16 @@ _LIMITED = (
 )
 """Fields of which some values are served."""
 
-_OF_CONVERSATIONS = ("chat_template_kwargs", "continue_final_message")
-"""Fields that say something of a chat template, which a prompt without messages does not go through."""
+_OF_CONVERSATIONS: Mapping[str, str] = {
+    "chat_template_kwargs": "with messages",
+    "continue_final_message": "with messages",
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs, which is their number",
+}
+"""Fields that a prompt without messages has not, and what it has."""
 
-_OF_TEXTS = ("echo",)
-"""Fields that say something of a text that goes on, which a conversation is not."""
+_OF_TEXTS: Mapping[str, str] = {"echo": "with prompt"}
+"""Fields that a conversation has not."""
 
 _FLAGS = (
     "use_beam_search",
@@ -200,11 +205,10 @@ def refuse_unserved(
     for name, instead in _ELSEWHERE.items():
         if _read_short(getattr(others, name)) is not None:
             raise InvalidRequestError(f"{name} is set; allowed: {instead}", field=name)
-    for name in _OF_TEXTS if has_messages else _OF_CONVERSATIONS:
+    for name, instead in (_OF_TEXTS if has_messages else _OF_CONVERSATIONS).items():
         if is_set(getattr(others, name)):
             seen = "conversation" if has_messages else "prompt that is no conversation"
-            instead = "prompt" if has_messages else "messages"
-            raise InvalidRequestError(f"{name} is set for a {seen}; allowed: with {instead}", field=name)
+            raise InvalidRequestError(f"{name} is set for a {seen}; allowed: {instead}", field=name)
     allowed_values: Mapping[str, tuple[object, ...]] = {
         "tool_choice": (None, "none", "auto"),
         "function_call": (None, "none", "auto"),

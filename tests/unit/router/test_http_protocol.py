@@ -51,6 +51,16 @@ async def talk(address: Address, *parts: bytes) -> bytes:
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "headers", [b"Content-Length: 99999999999", b"Content-Length: 9999999\r\nExpect: 100-continue"]
+)
+async def test_body_that_is_announced_as_too_long_is_not_waited_for(address: Address, headers: bytes) -> None:
+    """A client that asks first has sent nothing, and one that sends so much could not send it to the end."""
+    answer = await talk(address, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % headers)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"larger than" in answer
+
+
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 @pytest.mark.parametrize("cut", [0, 5])
 async def test_request_that_offers_an_upgrade_is_served_as_it_is(address: Address, framing: str, cut: int) -> None:

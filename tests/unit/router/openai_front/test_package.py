@@ -302,6 +302,13 @@ async def test_refusals_have_the_id_of_their_request(http: httpx.AsyncClient) ->
     assert "x-request-id" not in (await http.get("/v1/completions")).headers
 
 
+async def test_an_id_that_is_too_long_is_refused_and_the_refusal_has_another(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "x" * 113})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "X-Request-Id has 113 characters; allowed: at most 112"
+    assert len(response.headers["x-request-id"]) == 32
+
+
 async def test_openai_choices_of_a_prompt_have_seeds_that_follow_each_other(
     client: openai.AsyncOpenAI, dispatch: FakeDispatch
 ) -> None:
