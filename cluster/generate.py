@@ -63,6 +63,8 @@ def to_request_error(error: ClientError) -> RequestError:
         advice = "; is `weft serve` running?"
     elif "failed to connect" in told and ("Socket closed" in told or "Connection reset" in told):
         advice = "; a router with TLS wants --tls-ca"
+    elif "Hostname Verification Check failed" in told:
+        advice = "; --tls-name says which name is in the router's certificate"
     return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {told}{advice}")
 
 

@@ -22,6 +22,7 @@ from parallel.kernels.choice import check_choice
 from parallel.shard import check_split
 from router.config import RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
+from router.keys import check_keys
 from router.spans import check_tracing
 from workers.errors import EngineConfigError
 
@@ -31,8 +32,8 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
 
     Raises:
         ModelNotFoundError, ModelError, EngineConfigError: a model cannot be had, described or split as wanted.
-        StartError: a port is taken, the folder of recordings cannot be made, tracing is on and not installed, or TLS
-            files cannot be used.
+        StartError: a port is taken, the folder of recordings cannot be made, tracing is on and not installed, or
+            files of TLS or API keys cannot be used.
     """
     models = tuple(check_model(model) for model in spec.models)
     try:
@@ -41,6 +42,8 @@ def check_spec(spec: ClusterSpec) -> ClusterSpec:
             spec.inner_tls.check(serves=True)
         if spec.router.tls is not None:
             spec.router.tls.check()
+        if spec.router.api_keys is not None:
+            check_keys(Path(spec.router.api_keys))
     except RouterConfigError as error:
         raise StartError(str(error)) from error
     if spec.ray_address is None:

@@ -78,7 +78,7 @@ def generate_request(prompt: Prompt | None, messages: Messages | None, options: 
         with _only_what_fits():
             request.chat.CopyFrom(_to_chat(messages, **chat))
         return request
-    with _only_what_fits("prompt"):
+    with _only_what_fits("prompt", "; allowed: a text or token ids; a conversation is messages"):
         if isinstance(prompt, str):
             request.text = prompt
         else:
@@ -154,11 +154,11 @@ def to_error(error: grpc.RpcError, *, timeout_s: float | None, is_closed: bool) 
 
 
 @contextmanager
-def _only_what_fits(what: str = "a value") -> Iterator[None]:
+def _only_what_fits(what: str = "a value", advice: str = "") -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, RecursionError) as error:  # for a value of the wrong type or range, or too deep
-        raise _refused(f"{what} does not fit its field: {error}") from error
+        raise _refused(f"{what} does not fit its field: {error}{advice}") from error
 
 
 def _refused(message: str) -> BadRequestError:

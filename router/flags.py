@@ -40,10 +40,8 @@ def to_config(options: argparse.Namespace) -> RouterConfig:
         metrics_port=None if options.metrics_port == -1 else options.metrics_port,
         api_keys=options.api_keys,
         tls=_tls(options),
-        policy=options.policy,
-        tracing=TracingConfig(
-            endpoint=options.trace_endpoint, protocol=options.trace_protocol, sample_ratio=options.trace_ratio
-        ),
+        policy=PolicyName(options.policy),
+        tracing=_tracing(options),
         recording=_recording(options.record_decisions),
         grace_s=options.grace,
         unready_s=options.unready,
@@ -72,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--http-port", type=int, default=8000, help="OpenAI HTTP; -1: off (default: %(default)s)")
     parser.add_argument("--metrics-port", type=int, default=9464, help="Prometheus; -1: off (default: %(default)s)")
     parser.add_argument(
-        "--policy", type=PolicyName, choices=list(PolicyName), default=PolicyName.PREFIX_AFFINITY, metavar="POLICY",
+        "--policy", choices=list(PolicyName), default=PolicyName.PREFIX_AFFINITY, metavar="POLICY",
         help=f"one of {', '.join(PolicyName)} (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -94,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--trace-endpoint", metavar="URL", help="OTLP collector for spans; default: no tracing")
     parser.add_argument(
-        "--trace-protocol", type=TraceProtocol, choices=list(TraceProtocol), default=TraceProtocol.GRPC,
+        "--trace-protocol", choices=list(TraceProtocol), default=TraceProtocol.GRPC,
         metavar="PROTOCOL", help=f"one of {', '.join(TraceProtocol)} (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--trace-ratio", type=float, default=1.0, metavar="R", help="part of requests to trace, 0 to 1")
@@ -111,6 +109,17 @@ def _settings(text: str) -> RouterSettings:
         return parse_settings(text)
     except RouterConfigError as error:
         raise RouterConfigError(f"--settings: {error}") from error
+
+
+def _tracing(options: argparse.Namespace) -> TracingConfig:
+    try:
+        return TracingConfig(
+            endpoint=options.trace_endpoint,
+            protocol=TraceProtocol(options.trace_protocol),
+            sample_ratio=options.trace_ratio,
+        )
+    except RouterConfigError as error:
+        raise RouterConfigError(f"tracing: {error}") from error
 
 
 def _recording(folder: str | None) -> RecordingConfig:

@@ -175,13 +175,19 @@ class KeyRing:
         try:
             entries = msgspec.convert(read_yaml(self._content), _File).keys
         except Exception as error:  # yaml lets out whatever a text makes its parts raise, such as ValueError
-            raise RouterConfigError(f"the API keys in {self._path} cannot be read: {error}") from error
+            reason = " ".join(str(error).split())  # yaml's has lines
+            raise RouterConfigError(f"the API keys in {self._path} cannot be read: {reason}") from error
         for what in ("name", "sha256"):
             counts = Counter(getattr(entry, what) for entry in entries)
             twice = next((value for value, count in counts.items() if count > 1), None)
             if twice is not None:
                 raise RouterConfigError(f"{self._path}: {what} {twice!r} appears twice; allowed: once")
         return {entry.sha256: Tenant(entry, self._clock) for entry in entries}
+
+
+def check_keys(path: Path) -> None:
+    """Raise RouterConfigError when a file of keys cannot be read or says something that is not allowed."""
+    KeyRing(path, lambda: 0.0)
 
 
 def cache_space(tenant: Tenant | None, cache_salt: str) -> str:

@@ -42,10 +42,16 @@ def with_files(folder: Path, **files: object) -> ClusterSpec:
 
 def test_files_of_the_router_are_those_of_this_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
+    Path("keys.yaml").write_text("keys: []")
     key = inner_tls(trustme.CA(), folder).key_file
     router = check_spec(with_files(folder, api_keys="keys.yaml", tls={"cert_file": "tls.crt", "key_file": key})).router
     assert router.api_keys == f"{folder}/keys.yaml"
     assert router.tls == TlsFiles(cert_file=f"{folder}/tls.crt", key_file=key)
+
+
+def test_the_routers_keys_are_read_before_anything_starts(folder: Path) -> None:
+    with pytest.raises(StartError, match=r"the API keys in .*/keys\.yaml cannot be read: .*No such file"):
+        check_spec(with_files(folder, api_keys=f"{folder}/keys.yaml"))
 
 
 def test_the_routers_certificate_is_tried_before_anything_starts(

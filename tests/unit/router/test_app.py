@@ -434,6 +434,19 @@ def test_router_in_a_container_has_the_name_of_none_of_the_clusters_own(monkeypa
     assert name == f"router-{socket.gethostname()}-1"
 
 
+@pytest.mark.parametrize("flags", [["--control", "foo"], ["--model", "m=/m,127.0.0.1"]])
+def test_an_address_that_is_none_is_refused(flags: list[str]) -> None:
+    with pytest.raises(RouterConfigError, match="is no address; allowed: host:port"):
+        to_config(parse_flags(flags))
+
+
+def test_a_policy_that_is_none_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(["--control", "x:1", "--policy", "foo"])
+    assert "invalid choice: 'foo'" in (told := capsys.readouterr().err)
+    assert all(policy in told for policy in PolicyName)
+
+
 def test_flag_of_a_router_by_itself_names_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     options = parse_flags(["--control", "x:1", "--record-decisions", "decisions"])

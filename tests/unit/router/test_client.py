@@ -257,6 +257,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"prompt": "Hi", "temperature": "hot"}, "temperature does not fit its field"),
         ({"prompt": "Hi", "stop": [1]}, "stop does not fit its field"),
         ({"prompt": [-1]}, "prompt does not fit"),
+        ({"prompt": [USER]}, "; allowed: a text or token ids; a conversation is messages"),
         ({"prompt": b"Hi"}, "prompt is of type bytes; allowed: text or token ids"),
         ({"prompt": "Hi", "model": 5}, "model does not fit its field"),
         ({"messages": USER}, "messages[0] is of type str; allowed: a mapping with role and content"),

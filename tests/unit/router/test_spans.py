@@ -108,7 +108,7 @@ def test_tracing_without_the_packages_is_refused_at_the_start(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"endpoint": "127.0.0.1:4317"}, "tracing.endpoint is '127.0.0.1:4317'; allowed: a URL, http:// or https://"),
+        ({"endpoint": "127.0.0.1:4317"}, "endpoint is '127.0.0.1:4317'; allowed: a URL, http:// or https://"),
         ({"sample_ratio": 1.5}, "sample_ratio is 1.5; allowed: 0 to 1"),
     ],
 )
