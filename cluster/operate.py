@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +108,25 @@ def drain_target(
         console.print(f"leaving: {', '.join(sorted(leaving)) or 'nothing'}", highlight=False)
         if response.node_id:
             console.print(f"{target} takes no groups until: weft drain {target} --undo", highlight=False)
+        for failed in _failed_beside(leaving, client.status()):
+            console.print(f"nothing takes the place: {failed.group_id} has failed: {failed.detail}", highlight=False)
 
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
         return not leaving & {group.replica_id or group.group_id for group in _groups(status)}
 
     if wait_s is not None and not undo:
         _wait(client, console, is_done, what="drained", timeout_s=wait_s)
+
+
+def _failed_beside(leaving: Set[str], status: control_pb2.GetStatusResponse) -> list[control_pb2.GroupStatus]:
+    """Return groups that stand for replicas that leave, and have failed: no others are formed."""
+    return [
+        group
+        for model in status.models
+        if any((each.replica_id or each.group_id) in leaving for each in model.groups)
+        for group in model.groups
+        if group.state == control_pb2.GROUP_STATE_FAILED and not group.leaving
+    ]
 
 
 def this_node(client: ControlClient) -> str:

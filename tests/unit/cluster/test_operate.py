@@ -212,11 +212,22 @@ def test_drain_waits_until_the_replica_is_gone_only(console: Console, out: io.St
 
 
 def test_drain_of_a_node_tells_how_it_is_undone(console: Console, out: io.StringIO) -> None:
-    drain_target(FakeClient().client, "10.0.0.7", console, grace_s=None, undo=False, wait_s=None)
+    client = FakeClient(statuses=[model((2, READY), (2, READY))]).client
+    drain_target(client, "10.0.0.7", console, grace_s=None, undo=False, wait_s=None)
     assert out.getvalue().splitlines() == [
         "leaving: m-0.1",
         "10.0.0.7 takes no groups until: weft drain 10.0.0.7 --undo",
     ]
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_drain_tells_of_a_successor_that_has_failed(leaving: bool, console: Console, out: io.StringIO) -> None:
+    after_rollout = model((1, READY), (2, FAILED))
+    after_rollout.groups[1].leaving = leaving
+    client = FakeClient(statuses=[after_rollout]).client
+    drain_target(client, "m-0", console, grace_s=None, undo=False, wait_s=None)
+    told = [] if leaving else ["nothing takes the place: m-1 has failed: why"]
+    assert out.getvalue().splitlines() == ["leaving: m-0.1", *told]
 
 
 def test_stop_goes_on_with_the_successor_of_a_controller_that_dies_meanwhile() -> None:
