@@ -63,7 +63,10 @@ class HttpSender:
                 response.raise_for_status()
                 models = _Models.decode(await response.read())
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
-            raise BenchError(f"{url} gives no list of models: {error}") from error
+            reason = str(error) or repr(error)
+            if "status line" in reason:  # of which aiohttp shows the bytes
+                reason = "what answers speaks no HTTP/1.1; is it the port of gRPC?"
+            raise BenchError(f"{url} gives no list of models: {reason}") from error
         self._model = choose_model(self._target, [model.id for model in models.data])
         return ServedModel(name=self._model, vocab_size=None)
 

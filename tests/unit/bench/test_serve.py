@@ -309,6 +309,13 @@ async def test_services_with_tls_and_keys_are_measured_too(protocol: Protocol, t
             await measure(options(replace(where, api_key="wk-1", tls=nobody)))
 
 
+async def test_port_of_grpc_in_place_of_http_is_told(router: RunningRouter) -> None:
+    where = Target(protocol=Protocol.HTTP, address=f"http://{router.addresses.grpc}", timeout_s=20.0)
+    async with connect_http(where) as sender:
+        with pytest.raises(BenchError, match=r"of models: what answers speaks no HTTP/1\.1; is it the port of gRPC\?$"):
+            await sender.find_model()
+
+
 async def test_certificate_of_an_authority_that_nobody_knows_is_refused() -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
