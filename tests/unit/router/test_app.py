@@ -434,10 +434,14 @@ def test_router_in_a_container_has_the_name_of_none_of_the_clusters_own(monkeypa
     assert name == f"router-{socket.gethostname()}-1"
 
 
-@pytest.mark.parametrize("flags", [["--control", "foo"], ["--model", "m=/m,127.0.0.1"]])
-def test_an_address_that_is_none_is_refused(flags: list[str]) -> None:
-    with pytest.raises(RouterConfigError, match="is no address; allowed: host:port"):
-        to_config(parse_flags(flags))
+def test_what_is_no_address_or_no_folder_is_refused(tmp_path: Path) -> None:
+    for flags, message in (
+        (["--control", "foo"], "'foo' is no address; allowed: host:port"),
+        (["--model", f"m={tmp_path},127.0.0.1"], "'127.0.0.1' is no address; allowed: host:port"),
+        (["--model", f"m={tmp_path}/m,x:1"], r"--model m: .*/m is no folder; allowed: that of its tokenizer"),
+    ):
+        with pytest.raises(RouterConfigError, match=message):
+            to_config(parse_flags(flags))
 
 
 def test_a_policy_that_is_none_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
