@@ -7,7 +7,6 @@ from enum import StrEnum
 from typing import Annotated, TypeAlias
 
 from annotated_types import Ge, Le
-from weft.addresses import split_host_port
 from weft.bounds import check_fields
 from weft.recording import RecordingConfig
 
@@ -248,12 +247,6 @@ class RouterConfig:
             raise RouterConfigError(
                 f"control is {self.control!r} and models has {len(self.models)} entries; allowed: one of the two"
             )
-        of_replicas = [address for model in self.models for address in model.addresses]
-        try:
-            for address in of_replicas if self.control is None else [self.control]:
-                split_host_port(address)
-        except ValueError as error:
-            raise RouterConfigError(str(error)) from error
 
 
 def _at_least(name: str, value: float, least: float) -> None:

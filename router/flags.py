@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.addresses import split_host_port
 from weft.recording import RecordingConfig
 
 from router.config import PolicyName, RouterConfig, StaticModel, TraceProtocol, TracingConfig
@@ -32,7 +33,7 @@ def to_config(options: argparse.Namespace) -> RouterConfig:
         fields["metrics"] = dataclasses.replace(settings.metrics, log_requests=True)
     return RouterConfig(
         router_id=options.router_id,
-        control=options.control,
+        control=None if options.control is None else _address(options.control),
         models=tuple(_static_model(text) for text in options.model),
         host=options.host,
         grpc_port=options.port,
@@ -142,4 +143,12 @@ def _static_model(text: str) -> StaticModel:
         raise RouterConfigError(f"--model is {text!r}; allowed: NAME=FOLDER,HOST:PORT[,HOST:PORT...]")
     if not Path(path).is_dir():
         raise RouterConfigError(f"--model {name}: {path} is no folder; allowed: that of its tokenizer")
-    return StaticModel(name=name, path=path, addresses=tuple(addresses))
+    return StaticModel(name=name, path=path, addresses=tuple(map(_address, addresses)))
+
+
+def _address(text: str) -> str:
+    try:
+        split_host_port(text)
+    except ValueError as error:
+        raise RouterConfigError(str(error)) from error
+    return text
