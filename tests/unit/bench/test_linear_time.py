@@ -9,7 +9,10 @@ from bench import linear_time
 from cluster.make_model import make_model
 
 
-def test_command_measures_every_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_measures_every_matrix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_time, "_MOST_COPIES", 4)
     model, lines = tmp_path / "model", tmp_path / "lines"
     make_model(model, preset="tiny", sizes={}, dtype="float32", seed=0, tokenizer=None)
     linear_time.main(["--model", str(model), "--device", "cpu", "--rows", "1,3", "--json", str(lines)])
