@@ -27,7 +27,8 @@ from parallel.device.base import Device
 from parallel.device.select import NAMES, select_device
 from parallel.dtypes import DTYPES
 from parallel.families.registry import describe_model
-from parallel.kernels.base import GatedLinear, Kernels, PackedLinear
+from parallel.kernels.base import Kernels
+from parallel.kernels.linears import GatedLinear, PackedLinear
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import choose_dtype, select_kernels
 

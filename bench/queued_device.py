@@ -18,7 +18,8 @@ from parallel.checkpoint import load_decoder
 from parallel.device.cpu import CpuDevice
 from parallel.dtypes import resolve_dtype
 from parallel.families.registry import describe_model
-from parallel.kernels.base import AttentionMeta, LayerCache, PackedLinear, RunLayers
+from parallel.kernels.base import AttentionMeta, LayerCache, RunLayers
+from parallel.kernels.linears import PackedLinear
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from workers.config import EngineConfig

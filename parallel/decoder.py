@@ -25,11 +25,10 @@ from parallel.kernels.base import (
     LayerCache,
     Lookup,
     RecordedLayers,
-    Search,
-    Sift,
     StartedLayers,
     StartedStep,
 )
+from parallel.kernels.linears import Search, Sift
 from parallel.kernels.sampling import TokenChoice
 from parallel.layer import LayerContext
 from parallel.layer_groups import group_layers

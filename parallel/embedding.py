@@ -12,9 +12,9 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce, gather_to_first
 from parallel.description import DecoderDescription
-from parallel.kernels.base import (
+from parallel.kernels.base import Lookup
+from parallel.kernels.linears import (
     DrawnLinear,
-    Lookup,
     PackedLinear,
     ScreenedLinear,
     Search,

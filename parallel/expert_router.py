@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel.description import MoeDescription, RouterScore
-from parallel.kernels.base import PackedLinear
+from parallel.kernels.linears import PackedLinear
 from parallel.layer import LayerContext
 from parallel.shard import ShardedParameter, replicated
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from parallel.host_memory import use_huge_pages
-from parallel.kernels.base import ExpertWeights, Kernels, PackedExperts, PackedLinear
+from parallel.kernels.base import ExpertWeights, Kernels
+from parallel.kernels.linears import PackedExperts, PackedLinear
 from parallel.mesh import Axis
 from parallel.shard import ShardedParameter
 

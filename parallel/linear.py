@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from parallel.collectives import all_reduce
-from parallel.kernels.base import GatedLinear, PackedLinear
+from parallel.kernels.linears import GatedLinear, PackedLinear
 from parallel.layer import LayerContext
 from parallel.shard import Piece, ShardedParameter, even_range, kv_head_range, replicated
 

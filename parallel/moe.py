@@ -13,7 +13,8 @@ from parallel.activation import clamped_gate
 from parallel.collectives import all_reduce
 from parallel.description import DecoderDescription, MoeDescription
 from parallel.expert_router import Router
-from parallel.kernels.base import ExpertWeights, PackedExperts, RoutingExperts, RowGate
+from parallel.kernels.base import ExpertWeights, RowGate
+from parallel.kernels.linears import PackedExperts, RoutingExperts
 from parallel.layer import LayerContext
 from parallel.mlp import MLP
 from parallel.shard import Piece, ShardedParameter, expert_ranges, replicated

@@ -14,7 +14,8 @@ from parallel.decoder import Decoder
 from parallel.device.base import Device
 from parallel.device.energy import GpuEnergy
 from parallel.host_memory import populate_when_idle
-from parallel.kernels.base import AttentionMeta, LayerCache, Search, Sift
+from parallel.kernels.base import AttentionMeta, LayerCache
+from parallel.kernels.linears import Search, Sift
 from parallel.kernels.sampling import Edits
 from parallel.kernels.select import select_sampling
 from parallel.mesh import Mesh

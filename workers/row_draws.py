@@ -4,8 +4,8 @@ from functools import cached_property
 
 import numpy as np
 
-from parallel.kernels.base import Search, Sift
 from parallel.kernels.host_arrays import Float64Array, Int32Array, Int64Array, UInt32Array, UInt64Array
+from parallel.kernels.linears import Search, Sift
 from parallel.kernels.sampling import NOISE, Draws, Edits, NoiseArray
 
 RANDOM, EDITED, LOGPROBS, LIMITED = 1, 2, 4, 8

@@ -6,8 +6,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import ExpertWeights, PackedLinear
+from parallel.kernels.base import ExpertWeights
 from parallel.kernels.cpu_linear import pack_linear
+from parallel.kernels.linears import PackedLinear
 from parallel.kernels.reference import pack_each
 
 

@@ -18,8 +18,6 @@ from parallel.kernels.base import (
     ExpertWeights,
     HeadsLinear,
     LayerCache,
-    PackedExperts,
-    PackedLinear,
     RowGate,
     RunLayers,
 )
@@ -27,6 +25,7 @@ from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_linear import pack_linear
 from parallel.kernels.int8_linear import Int8Linear
+from parallel.kernels.linears import PackedExperts, PackedLinear
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear, rotate_then_write
 from parallel.mesh import Axis
 

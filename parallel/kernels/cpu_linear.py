@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import PackedLinear
+from parallel.kernels.linears import PackedLinear
 from parallel.kernels.reference import ReferenceLinear
 
 _SMALL_WEIGHT = 1 << 18

@@ -20,13 +20,12 @@ from parallel.kernels.base import (
     ExpertWeights,
     HeadsLinear,
     LayerCache,
-    PackedExperts,
-    PackedLinear,
     RowGate,
     RunLayers,
 )
 from parallel.kernels.cpu_attention import CpuPagedAttention
 from parallel.kernels.cpu_fast import CpuKernels
+from parallel.kernels.linears import PackedExperts, PackedLinear
 from parallel.kernels.native.experts import NativeExperts, can_pack_experts
 from parallel.kernels.native.heads_linear import NativeHeadsLinear, can_pack_heads
 from parallel.kernels.native.int8_linear import NativeInt8Linear

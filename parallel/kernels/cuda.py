@@ -12,21 +12,14 @@ import torch
 from torch import Tensor
 
 from parallel.errors import DeviceError
-from parallel.kernels.base import (
-    AttentionMeta,
-    AttentionParams,
-    ExpertWeights,
-    LayerCache,
-    PackedExperts,
-    PackedLinear,
-    RunLayers,
-)
+from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, RunLayers
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
 from parallel.kernels.cuda_pieces import CutAttention
 from parallel.kernels.flash_attention import FlashAttention
 from parallel.kernels.flashinfer_attention import FlashInfer
 from parallel.kernels.grouped_experts import GroupedExperts, GroupedLinear, is_fast_in_torch, torch_grouped_linear
+from parallel.kernels.linears import PackedExperts, PackedLinear
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis
 

@@ -20,13 +20,12 @@ from parallel.kernels.base import (
     HeadsLinear,
     Kernels,
     LayerCache,
-    PackedExperts,
-    PackedLinear,
     RowGate,
     RunLayers,
 )
 from parallel.kernels.int8_cache import write_half
 from parallel.kernels.int8_linear import Int8Linear
+from parallel.kernels.linears import PackedExperts, PackedLinear
 from parallel.mesh import Axis
 
 _MOST_SCORE_BYTES = 256 << 20

@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel.collectives import gather_to_first
 from parallel.description import DecoderDescription
 from parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from parallel.kernels.base import Search, Sift
+from parallel.kernels.linears import Search, Sift
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import IN_TORCH, NOISE, edit_in_torch, find_in_torch
 from parallel.kernels.select import select_kernels

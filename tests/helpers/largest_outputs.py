@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallel.kernels.base import DrawnLinear, PackedLinear, Search, SearchedLinear, Sift, SiftedLinear
+from parallel.kernels.linears import DrawnLinear, PackedLinear, Search, SearchedLinear, Sift, SiftedLinear
 from parallel.kernels.sampling import TokenChoice, edit_in_torch, gumbel, largest_outputs
 
 

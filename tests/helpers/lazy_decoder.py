@@ -12,17 +12,10 @@ from torch import Tensor
 from helpers.taped_graphs import TapedKernels
 from parallel import checkpoint
 from parallel.decoder import Decoder
-from parallel.kernels.base import (
-    AttentionMeta,
-    AttentionParams,
-    ExpertWeights,
-    Kernels,
-    LayerCache,
-    PackedExperts,
-    RunLayers,
-)
+from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, Kernels, LayerCache, RunLayers
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
 from parallel.kernels.grouped_experts import GroupedExperts
+from parallel.kernels.linears import PackedExperts
 from parallel.mesh import Axis, Mesh
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from helpers.elementwise_cases import TOLERANCES
-from parallel.kernels.base import GatedLinear, PackedLinear
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.int8_linear import Int8Linear
+from parallel.kernels.linears import GatedLinear, PackedLinear
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
 
 

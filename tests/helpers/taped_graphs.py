@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel.errors import DeviceError
-from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, PackedExperts, RunLayers
+from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, RunLayers
 from parallel.kernels.cuda_graphs import GraphedLayers, Recordable, Recording
 from parallel.kernels.cuda_pieces import CutAttention
 from parallel.kernels.grouped_experts import GroupedExperts, torch_grouped_linear
+from parallel.kernels.linears import PackedExperts
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from parallel.host_memory import HugePages, forget
-from parallel.kernels.base import Search
+from parallel.kernels.linears import Search
 from parallel.kernels.native.library import Int8Operations
 from parallel.kernels.native.packed_linear import PANEL
 from parallel.kernels.native.tape import Recorder, Tape

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel.host_memory import HugePages
-from parallel.kernels.base import Search, Sift
+from parallel.kernels.linears import Search, Sift
 from parallel.kernels.native.library import LANES, Programs
 from parallel.kernels.native.structures import Embedding, Table
 from parallel.kernels.native.tape import Recorder, Tape

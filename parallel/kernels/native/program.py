@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from parallel.description import Activation
-from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, Search, Sift, StartedStep, TableLinear
+from parallel.kernels.base import AttentionMeta, LayerCache, Lookup, RunLayers, StartedStep
+from parallel.kernels.linears import Search, Sift, TableLinear
 from parallel.kernels.native.library import Programs
 from parallel.kernels.native.packed_linear import PANEL, NativeTable
 from parallel.kernels.native.rank_sums import NativeAllReduce

@@ -23,7 +23,8 @@ from parallel.description import DecoderDescription
 from parallel.dtypes import DTYPES, checkpoint_dtype, resolve_dtype
 from parallel.errors import CheckpointError, ConfigError
 from parallel.families.registry import describe_model, family_of
-from parallel.kernels.base import ExpertWeights, PackedExperts, PackedLinear
+from parallel.kernels.base import ExpertWeights
+from parallel.kernels.linears import PackedExperts, PackedLinear
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import choose_dtype
 from parallel.mesh import Axis, Mesh

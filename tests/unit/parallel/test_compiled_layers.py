@@ -33,9 +33,10 @@ from torch import Tensor
 
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
-from parallel.kernels.base import AttentionMeta, Search, Sift
+from parallel.kernels.base import AttentionMeta
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
+from parallel.kernels.linears import Search, Sift
 from parallel.kernels.native import packed_linear
 from parallel.kernels.native.tape import CannotRecordError, Tape
 from parallel.kernels.sampling import IN_TORCH, edit_in_torch

@@ -14,11 +14,11 @@ from torch import Tensor
 from parallel.checkpoint import load_decoder
 from parallel.host_memory import HugePages
 from parallel.kernels import int8_linear
-from parallel.kernels.base import Search
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.int8_linear import Int8Linear, quantize_rows
+from parallel.kernels.linears import Search
 from parallel.kernels.native.int8_linear import NativeInt8Linear
 from parallel.kernels.native.library import Int8Operations, load_int8
 from parallel.kernels.native.tape import Recorder

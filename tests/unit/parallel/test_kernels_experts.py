@@ -14,12 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from parallel.description import Activation
-from parallel.kernels.base import ExpertWeights, PackedExperts
+from parallel.kernels.base import ExpertWeights
 from parallel.kernels.cpu_experts import CpuExperts
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_linear import OneDnnLinear
 from parallel.kernels.grouped_experts import GroupedExperts, is_fast_in_torch, torch_grouped_linear
 from parallel.kernels.int8_linear import Int8Linear
+from parallel.kernels.linears import PackedExperts
 from parallel.kernels.reference import ReferenceExperts, ReferenceKernels
 
 NUM_EXPERTS, HIDDEN, INNER = 6, 32, 24

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel.description import Activation
 from parallel.families.registry import describe_config
-from parallel.kernels.base import PackedLinear
+from parallel.kernels.linears import PackedLinear
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
 from parallel.layer import LayerContext
 from parallel.mesh import Axis

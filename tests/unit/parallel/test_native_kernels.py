@@ -18,10 +18,11 @@ from helpers.sampling_cases import make_draws, make_edits
 from parallel.description import Activation
 from parallel.errors import DeviceError
 from parallel.host_memory import HugePages
-from parallel.kernels.base import AttentionParams, Search, Sift
+from parallel.kernels.base import AttentionParams
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
+from parallel.kernels.linears import Search, Sift
 from parallel.kernels.native import build
 from parallel.kernels.native.heads_linear import NativeHeadsLinear, can_pack_heads
 from parallel.kernels.native.library import Operations, Programs, load_programs

@@ -11,7 +11,8 @@ from torch import Tensor
 from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.decoder import Decoder
 from parallel.embedding import VocabParallelHead
-from parallel.kernels.base import AttentionMeta, SearchedLinear, Sift, SiftedLinear
+from parallel.kernels.base import AttentionMeta
+from parallel.kernels.linears import SearchedLinear, Sift, SiftedLinear
 from parallel.kernels.native import packed_linear
 from parallel.kernels.sampling import NOISE
 from parallel.kernels.select import select_kernels

@@ -13,7 +13,8 @@ from bench.load.model_cost import ModelCost, Work
 from bench.load.records import Usage
 from parallel.decoder import Decoder
 from parallel.families.registry import describe_config, describe_model
-from parallel.kernels.base import AttentionMeta, PackedLinear
+from parallel.kernels.base import AttentionMeta
+from parallel.kernels.linears import PackedLinear
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis, Mesh
 from parallel.random_model import write_random_model
