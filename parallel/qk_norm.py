@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from parallel.collectives import all_reduce
@@ -19,7 +18,7 @@ class QueryKeyNorm(Protocol):
     """Norms queries and keys of this rank."""
 
     def __call__(self, q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys, normed; the inputs may be views."""
+        """Return queries and keys, normed; the inputs may be views, and may be overwritten."""
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """Yield those of `q_norm` and `k_norm` below the prefix."""
@@ -83,30 +82,31 @@ class AllHeadsNorm:
         self, description: DecoderDescription, heads: range, kv_heads: range, *, context: LayerContext
     ) -> None:
         self._axis = context.axis
-        self._rms_norm = context.kernels.rms_norm
+        self._kernels = context.kernels
         self._eps = description.norm_eps
         self._weights = tuple(context.empty(len(local), description.head_dim) for local in (heads, kv_heads))
         self._num_heads = description.num_heads, description.num_kv_heads
         self._heads = heads, kv_heads
         # key-value heads that several ranks hold are in the sum several times, and count as often
-        counts = [context.axis.size * weight.numel() for weight in self._weights]
-        self._counts_2 = torch.tensor(counts, dtype=torch.float32, device=context.device)
+        self._nums_summed = [context.axis.size * weight.numel() for weight in self._weights]
 
     def __call__(self, q_TNH: Tensor, k_TKH: Tensor) -> tuple[Tensor, Tensor]:
         """See `QueryKeyNorm`."""
         if self._axis.size == 1:
             q_weight, k_weight = self._weights
             return self._norm_alone(q_TNH, q_weight), self._norm_alone(k_TKH, k_weight)
-        q32, k32 = q_TNH.float(), k_TKH.float()
-        squares_T2 = torch.stack((q32.square().sum((1, 2)), k32.square().sum((1, 2))), dim=-1)
-        scales_T2 = all_reduce(squares_T2, self._axis).div_(self._counts_2).add_(self._eps).rsqrt_()
-        q_scale, k_scale = scales_T2[:, :, None, None].unbind(1)
-        q_weight, k_weight = self._weights
-        return (q32 * q_scale * q_weight).to(q_TNH.dtype), (k32 * k_scale * k_weight).to(k_TKH.dtype)
+        squares_T2 = all_reduce(self._kernels.sum_squares(q_TNH, k_TKH), self._axis)
+        q_TNH, k_TKH = (
+            self._kernels.norm_part(x_TNH, squares_T, weight_NH, num_summed=num_summed, eps=self._eps)
+            for x_TNH, squares_T, weight_NH, num_summed in zip(
+                (q_TNH, k_TKH), squares_T2.unbind(1), self._weights, self._nums_summed, strict=True
+            )
+        )
+        return q_TNH, k_TKH
 
     def _norm_alone(self, x_TNH: Tensor, weight_NH: Tensor) -> Tensor:
         """All heads as one."""
-        return self._rms_norm(x_TNH.flatten(1).unsqueeze(1), weight_NH.flatten(), self._eps).view(x_TNH.shape)
+        return self._kernels.rms_norm(x_TNH.flatten(1).unsqueeze(1), weight_NH.flatten(), self._eps).view(x_TNH.shape)
 
     def sharded_parameters(self, prefix: str) -> Iterator[ShardedParameter]:
         """See `QueryKeyNorm`; a source is flat, [N * H]."""

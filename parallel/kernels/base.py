@@ -217,6 +217,15 @@ class Kernels(Protocol):
         The sum is rounded to the dtype of x before it is normed, so that a stage may send it to the next one.
         """
 
+    def sum_squares(self, *parts_TNH: Tensor) -> Tensor:
+        """[T, parts] float32: of each token and part, the sum of the squares of all its heads."""
+
+    def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
+        """RMSNorm over the heads of all ranks, of which x is a part: x / sqrt(squares / num_summed + eps) * weight.
+
+        In float32, result in the dtype of x, which may be overwritten; squares are float32, and may be a column.
+        """
+
     def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
         """LayerNorm over the last dim in float32, result in the dtype of x. arXiv:1607.06450. Otherwise as rms_norm."""
 

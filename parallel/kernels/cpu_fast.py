@@ -94,6 +94,14 @@ class CpuKernels:
         residual_TE.add_(x_TE)
         return self.rms_norm(residual_TE, weight_E, eps), residual_TE
 
+    def sum_squares(self, *parts_TNH: Tensor) -> Tensor:
+        """See `Kernels.sum_squares`."""
+        return self._reference.sum_squares(*parts_TNH)
+
+    def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
+        """See `Kernels.norm_part`."""
+        return self._reference.norm_part(x_TNH, squares_T, weight_NH, num_summed=num_summed, eps=eps)
+
     def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
         """See `Kernels.layer_norm`."""
         if weight_E.dim() != 1:

@@ -207,6 +207,32 @@ class NativeCpuKernels:
             return self._rms_norm(x_TE, residual_TE, weight_E, eps), residual_TE
         return self._torch.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
+    def sum_squares(self, *parts_TNH: Tensor) -> Tensor:
+        """See `Kernels.sum_squares`."""
+        operations = self._operations.get(parts_TNH[0].dtype)
+        if operations is None or not all(map(_has_dense_heads, parts_TNH)):
+            return self._torch.sum_squares(*parts_TNH)
+        out_TP = parts_TNH[0].new_empty(len(parts_TNH[0]), len(parts_TNH), dtype=torch.float32)
+        for part, x_TNH in enumerate(parts_TNH):
+            operations.sum_squares(
+                *(out_TP.data_ptr() + part * out_TP.itemsize, out_TP.stride(0), x_TNH.data_ptr(), x_TNH.stride(0)),
+                *(len(x_TNH), x_TNH.shape[1:].numel(), self._num_threads),
+            )
+            self._recorder.note(Tape.sum_squares, out_TP, part, x_TNH)
+        return out_TP
+
+    def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
+        """See `Kernels.norm_part`; written in place."""
+        operations = self._operations.get(x_TNH.dtype)
+        if operations is None or not _has_dense_heads(x_TNH) or weight_NH.dtype is not x_TNH.dtype:
+            return self._torch.norm_part(x_TNH, squares_T, weight_NH, num_summed=num_summed, eps=eps)
+        operations.norm_part(
+            *(x_TNH.data_ptr(), x_TNH.stride(0), squares_T.data_ptr(), squares_T.stride(0), weight_NH.data_ptr()),
+            *(len(x_TNH), x_TNH.shape[1:].numel(), num_summed, eps, self._num_threads),
+        )
+        self._recorder.note(Tape.norm_part, x_TNH, squares_T, weight_NH, num_summed, eps)
+        return x_TNH
+
     def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
         """See `Kernels.layer_norm`."""
         if self._can_layer_norm(x_TE, weight_E, bias_E):

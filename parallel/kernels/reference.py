@@ -147,6 +147,15 @@ class ReferenceKernels:
         total_TE = x_TE + residual_TE
         return self.rms_norm(total_TE, weight_E, eps), total_TE
 
+    def sum_squares(self, *parts_TNH: Tensor) -> Tensor:
+        """See `Kernels.sum_squares`."""
+        return torch.stack([part_TNH.float().square().sum((1, 2)) for part_TNH in parts_TNH], dim=-1)
+
+    def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
+        """See `Kernels.norm_part`."""
+        scale_T11 = torch.rsqrt(squares_T / num_summed + eps)[:, None, None]
+        return (x_TNH.float() * scale_T11 * weight_NH.float()).to(x_TNH.dtype)
+
     def layer_norm(self, x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias, in float32."""
         normed = F.layer_norm(x_TE.float(), x_TE.shape[-1:], eps=eps) * weight_E.float()

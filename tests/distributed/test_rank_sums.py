@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-neox": COMPILED["gpt-neox"] | {"num_attention_heads": 4},
     "opt": COMPILED["opt"] | {"num_attention_heads": 4, "ffn_dim": 768},
     "gpt-oss": COMPILED["gpt-oss"] | {"num_attention_heads": 4},
+    "olmo2": COMPILED["olmo2"] | {"num_attention_heads": 4},
     "deepseek-v2": COMPILED["deepseek-v2"] | {"moe_intermediate_size": 192},
 }
 
@@ -217,6 +218,7 @@ def _run_model(
         *((name, torch.bfloat16, 1) for name in MODELS),
         *(("llama", dtype, 2) for dtype in DTYPES),
         ("mixtral", torch.bfloat16, 2),
+        *(("olmo2", dtype, 2) for dtype in DTYPES),
         ("int8", torch.float32, 1),
     ],
 )

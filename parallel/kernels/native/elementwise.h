@@ -81,6 +81,34 @@ void norm(const Target<T>& out, const T* x, Rows rows, T* residual, const NormWe
     });
 }
 
+// out = the sum of x^2, of rows of `size` columns.
+template <class T>
+void sum_squares(float* out, int64_t out_row_stride, const T* x, int64_t row_stride, int64_t num_rows, int64_t size, Team& team) {
+    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const T* from = x + row * row_stride;
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < size; i++) sum += to_float(from[i]) * to_float(from[i]);
+            out[row * out_row_stride] = sum;
+        }
+    });
+}
+
+// x = x / sqrt(squares / num_summed + eps) * weight, rows of `size` columns, which may be a part of those that were summed.
+template <class T>
+void norm_part(T* x, int64_t row_stride, const float* squares, int64_t squares_row_stride, const T* weight, int64_t num_rows, int64_t size,
+               float num_summed, float eps, Team& team) {
+    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            T* to = x + row * row_stride;
+            const float scale = 1.0f / std::sqrt(squares[row * squares_row_stride] / num_summed + eps);
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * scale * to_float(weight[i]));
+        }
+    });
+}
+
 // Rows of `size` columns, in place.
 template <class T>
 void scale(T* x, int64_t row_stride, int64_t num_rows, int64_t size, float factor, Team& team) {

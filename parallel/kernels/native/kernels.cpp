@@ -56,6 +56,20 @@ using namespace weft;
                        weights, eps, team);                                                                             \
         });                                                                                                             \
     }                                                                                                                   \
+    EXPORT void weft_sum_squares_##NAME(float* out, int64_t out_row_stride, const void* x, int64_t row_stride,          \
+                                        int64_t num_rows, int64_t size, int num_threads) {                              \
+        on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {                                         \
+            sum_squares(out, out_row_stride, static_cast<const T*>(x), row_stride, num_rows, size, team);               \
+        });                                                                                                             \
+    }                                                                                                                   \
+    EXPORT void weft_norm_part_##NAME(void* x, int64_t row_stride, const float* squares, int64_t squares_row_stride,    \
+                                      const void* weight, int64_t num_rows, int64_t size, float num_summed, float eps,  \
+                                      int num_threads) {                                                                \
+        on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {                                         \
+            norm_part(static_cast<T*>(x), row_stride, squares, squares_row_stride, static_cast<const T*>(weight),       \
+                      num_rows, size, num_summed, eps, team);                                                           \
+        });                                                                                                             \
+    }                                                                                                                   \
     EXPORT void weft_gate_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int activation,        \
                                  int num_threads) {                                                                     \
         with_activation(Activation(activation), [=](auto known) {                                                       \

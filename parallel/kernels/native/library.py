@@ -23,6 +23,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "largest_of_rows": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int),
     "rms_norm": (c_void_p, c_void_p, *(c_int64,) * 4, c_void_p, c_void_p, c_int64, c_int, c_float, c_int),
     "layer_norm": (c_void_p, c_void_p, *(c_int64,) * 4, *(c_void_p,) * 3, c_int64, c_float, c_int),
+    "sum_squares": (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int),
+    "norm_part": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_float, c_int),
     "gate": (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
     "activate": (c_void_p, *(c_int64,) * 3, c_int, c_int),
     "gate_rows": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int),
@@ -67,6 +69,8 @@ class Operations:
     activate: Callable[..., None]
     """The activation, in place."""
     gate_rows: Callable[..., None]
+    sum_squares: Callable[..., None]
+    norm_part: Callable[..., None]
     """Rows times a sigmoid each, in place."""
     rotary: Callable[..., None]
     write_cache: Callable[..., None]

@@ -31,21 +31,21 @@ struct Place {
     int32_t buffer, column;
 };
 
-enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD, GATE_ROWS, CLAMP, COPY, MULTIPLY_HEADS, MULTIPLY_FLOAT, ALL_REDUCE };
+enum class Kind : int32_t { RMS_NORM, ROTARY, GATE, WRITE_CACHE, ATTENTION, MULTIPLY, MULTIPLY_GATED, MULTIPLY_INT8, MULTIPLY_GATED_INT8, EXPERTS, SCALE, LAYER_NORM, ACTIVATE, ADD, GATE_ROWS, CLAMP, COPY, MULTIPLY_HEADS, MULTIPLY_FLOAT, ALL_REDUCE, SUM_SQUARES, NORM_PART };
 
 struct Operation {
     Kind kind;
     int32_t index;      // the layer of a cache, or the angles of a rotation
-    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS, what ADD adds (buffer -1: the weight, to each row), x of GATE_ROWS
+    Place in, second;   // second: the residual of a norm (buffer -1: none), the values of WRITE_CACHE, the logits of EXPERTS, what ADD adds (buffer -1: the weight, to each row), x of GATE_ROWS, the squares of NORM_PART
     Place out;
     int32_t num_heads, size;     // of an operand's row: heads (1: it has none) of so many columns
-    int32_t flag;                // weight is float32; pairs are interleaved; the Activation of ACTIVATE and GATE
+    int32_t flag;                // weight is float32; what is added up is float32; pairs are interleaved; the Activation of ACTIVATE and GATE
     float eps;                   // of a norm, the factor of SCALE, or the limit of CLAMP
     const void* weight;          // of a norm, gate or ADD, a matrix as packed, an ExpertLayer, or the SharedRanks of ALL_REDUCE
     const void* bias;
     int64_t weight_stride;       // between the weights of heads
     int32_t in_head_stride, out_head_stride;  // of ROTARY, COPY and MULTIPLY_HEADS
-    int32_t num_in, num_out;                  // of a matrix; MULTIPLY_HEADS has one for each head
+    int32_t num_in, num_out;                  // of a matrix; MULTIPLY_HEADS has one for each head; of NORM_PART: numbers that were summed
     const LayerParams* params;
 };
 
@@ -167,6 +167,10 @@ class Program {
     T* at(Place place) const { return static_cast<T*>(step_.buffers[place.buffer]) + place.column; }
     int64_t stride(Place place) const { return step_.widths[place.buffer]; }
 
+    // Of a buffer of float32.
+    float* floats_at(Place place) const { return reinterpret_cast<float*>(at(place)); }
+    int64_t floats_stride(Place place) const { return stride(place) * int64_t(sizeof(T)) / int64_t(sizeof(float)); }
+
     static bool is_product(const Operation& o) { return o.kind == Kind::MULTIPLY || o.kind == Kind::MULTIPLY_GATED || o.kind == Kind::MULTIPLY_FLOAT; }
 
     void look_up(const Embedding& embedding, Team& team) const {
@@ -225,12 +229,15 @@ class Program {
     int num_sections_of_sums() const {
         int64_t num_chunks = 0;
         for (int i = 0; i < count_; i++)
-            if (operations_[i].kind == Kind::ALL_REDUCE) num_chunks += AllReduce::num_chunks(num_tokens(i) * operations_[i].size * int64_t(sizeof(T)));
+            if (operations_[i].kind == Kind::ALL_REDUCE)
+                num_chunks += AllReduce::num_chunks(num_tokens(i) * operations_[i].size * int64_t(operations_[i].flag ? sizeof(float) : sizeof(T)));
         return int(num_chunks) * AllReduce::SECTIONS;
     }
 
     bool add_up(int index, int64_t& num_chunks, Team& team) {
-        return all_reduce_->run(at(operations_[index].in), num_tokens(index) * operations_[index].size, num_chunks, team);
+        const Operation& o = operations_[index];
+        const int64_t count = num_tokens(index) * o.size;
+        return o.flag ? all_reduce_->run(floats_at(o.in), count, num_chunks, team) : all_reduce_->run(at(o.in), count, num_chunks, team);
     }
 #else
     int num_sections_of_sums() const { return 0; }
@@ -304,6 +311,11 @@ class Program {
                 const NormWeights<float> floats{static_cast<const float*>(o.weight), nullptr, o.weight_stride};
                 return norm<false>(to, at(o.in), rows, residual, floats, o.eps, team);
             }
+            case Kind::SUM_SQUARES:
+                return sum_squares(floats_at(o.out), floats_stride(o.out), at(o.in), stride(o.in), num_tokens(index), o.size, team);
+            case Kind::NORM_PART:
+                return norm_part(at(o.in), stride(o.in), floats_at(o.second), floats_stride(o.second), static_cast<const T*>(o.weight),
+                                 num_tokens(index), o.size, float(o.num_in), o.eps, team);
             case Kind::ROTARY: {
                 const AnglesStep& angles = step_.angles[o.index];
                 return rotary(in_heads(o), num_tokens(index), o.num_heads, o.size, angles.cos, angles.sin, angles.half, angles.positions,

@@ -79,6 +79,8 @@ class Kind(IntEnum):
     MULTIPLY_HEADS = 17
     MULTIPLY_FLOAT = 18
     ALL_REDUCE = 19
+    SUM_SQUARES = 20
+    NORM_PART = 21
 
 
 class Operation(ctypes.Structure):

@@ -129,6 +129,25 @@ class Tape:
             weight_stride=x.shape[-1] if weight.dim() == 2 else 0,
         )
 
+    def sum_squares(self, out_TP: Tensor, part: int, x_TNH: Tensor) -> None:
+        """Note that a column becomes the sums of the squares of heads."""
+        self.write(out_TP)
+        places = {"input": self.read(x_TNH), "output": self.read(out_TP[:, part])}
+        self._add(Kind.SUM_SQUARES, **places, size=x_TNH.shape[1:].numel())
+
+    def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, num_summed: int, eps: float) -> None:
+        """Note that heads are normed in place, by a sum of squares of as many numbers."""
+        self._kept.append(weight_NH)
+        self._add(
+            Kind.NORM_PART,
+            input=self.read(x_TNH),
+            second=self.read(squares_T),
+            size=x_TNH.shape[1:].numel(),
+            num_in=num_summed,
+            eps=eps,
+            weight=weight_NH.data_ptr(),
+        )
+
     def rotary(self, x_TNH: Tensor, cos_TR: Tensor, *, is_interleaved: bool) -> None:
         """Note the rotation of queries, or of keys, in place."""
         index = self.angles.get(_memory(cos_TR))
@@ -215,9 +234,11 @@ class Tape:
 
     def all_reduce(self, x: Tensor, ranks: SharedRanks) -> None:
         """Note that a tensor is added up over ranks, in place; `ranks` is kept by the caller."""
-        if x[0].nbytes != self.widths[self.read(x).buffer] * self._itemsize or x.itemsize != self._itemsize:
-            raise CannotRecordError(f"a sum over ranks of {tuple(x.shape)} {x.dtype}")
-        self._add(Kind.ALL_REDUCE, input=self.read(x), size=x.shape[1:].numel(), weight=addressof(ranks))
+        if x[0].nbytes != self.widths[self.read(x).buffer] * self._itemsize:
+            raise CannotRecordError(f"a sum over ranks of {tuple(x.shape)}, a part of rows")
+        is_float32 = x.dtype is torch.float32
+        places = {"input": self.read(x)}
+        self._add(Kind.ALL_REDUCE, **places, size=x.shape[1:].numel(), flag=is_float32, weight=addressof(ranks))
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache) -> None:
         """Note that keys and values are written to the cache of one of the layers."""

@@ -173,6 +173,27 @@ def test_layer_norms_equal_reference(kernels: Kernels, dtype: torch.dtype, has_b
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 7, 900])
+def test_norm_of_a_part_of_the_heads_is_that_of_all(kernels: Kernels, num_tokens: int, dtype: torch.dtype) -> None:
+    """Each of two ranks has half of the heads; queries, keys and values are one tensor."""
+    torch.manual_seed(4)
+    heads = torch.randn(2, num_tokens, 3 + 2 + 2, 24).to(dtype)
+    weights = torch.randn(2, 3, 24).to(dtype), torch.randn(2, 2, 24).to(dtype)
+    parts = [of_rank.split((3, 2, 2), dim=1)[:2] for of_rank in heads]
+    wholes = [torch.cat(halves, dim=1).flatten(1) for halves in zip(*parts, strict=True)]
+    expected = [
+        ReferenceKernels().rms_norm(whole, weight.flatten(), 1e-5)
+        for whole, weight in zip(wholes, weights, strict=True)
+    ]
+    squares = kernels.sum_squares(*parts[0]) + kernels.sum_squares(*parts[1])
+    assert squares.dtype is torch.float32
+    for x, weight, squares_T, whole in zip(parts[1], weights, squares.unbind(1), expected, strict=True):
+        num_summed = 2 * weight[1].numel()
+        actual = kernels.norm_part(x, squares_T, weight[1], num_summed=num_summed, eps=1e-5)
+        assert_close(actual, whole.unflatten(1, (-1, 24))[:, len(weight[1]) :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_takes_a_float32_weight(kernels: Kernels, dtype: torch.dtype) -> None:
     """Gemma's weights are 1 + what is stored, which half precision would round."""
     torch.manual_seed(2)
