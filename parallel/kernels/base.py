@@ -217,8 +217,8 @@ class Kernels(Protocol):
         The sum is rounded to the dtype of x before it is normed, so that a stage may send it to the next one.
         """
 
-    def sum_squares(self, *parts_TNH: Tensor) -> Tensor:
-        """[T, parts] float32: of each token and part, the sum of the squares of all its heads."""
+    def sum_squares(self, *tensors_TNH: Tensor) -> Tensor:
+        """[T, tensors] float32: the sum of the squares of all heads of a token, in each of these tensors."""
 
     def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
         """RMSNorm over the heads of all ranks, of which x is a part: x / sqrt(squares / num_summed + eps) * weight.

@@ -94,9 +94,9 @@ class CpuKernels:
         residual_TE.add_(x_TE)
         return self.rms_norm(residual_TE, weight_E, eps), residual_TE
 
-    def sum_squares(self, *parts_TNH: Tensor) -> Tensor:
+    def sum_squares(self, *tensors_TNH: Tensor) -> Tensor:
         """See `Kernels.sum_squares`."""
-        return self._reference.sum_squares(*parts_TNH)
+        return self._reference.sum_squares(*tensors_TNH)
 
     def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
         """See `Kernels.norm_part`."""

@@ -207,19 +207,20 @@ class NativeCpuKernels:
             return self._rms_norm(x_TE, residual_TE, weight_E, eps), residual_TE
         return self._torch.add_rms_norm(x_TE, residual_TE, weight_E, eps)
 
-    def sum_squares(self, *parts_TNH: Tensor) -> Tensor:
+    def sum_squares(self, *tensors_TNH: Tensor) -> Tensor:
         """See `Kernels.sum_squares`."""
-        operations = self._operations.get(parts_TNH[0].dtype)
-        if operations is None or not all(map(_has_dense_heads, parts_TNH)):
-            return self._torch.sum_squares(*parts_TNH)
-        out_TP = parts_TNH[0].new_empty(len(parts_TNH[0]), len(parts_TNH), dtype=torch.float32)
-        for part, x_TNH in enumerate(parts_TNH):
+        operations = self._operations.get(tensors_TNH[0].dtype)
+        if operations is None or not all(map(_has_dense_heads, tensors_TNH)):
+            return self._torch.sum_squares(*tensors_TNH)
+        num_tokens, num_columns = len(tensors_TNH[0]), len(tensors_TNH)
+        sums = tensors_TNH[0].new_empty(num_tokens, num_columns, dtype=torch.float32)
+        for column, x_TNH in enumerate(tensors_TNH):
             operations.sum_squares(
-                *(out_TP.data_ptr() + part * out_TP.itemsize, out_TP.stride(0), x_TNH.data_ptr(), x_TNH.stride(0)),
-                *(len(x_TNH), x_TNH.shape[1:].numel(), self._num_threads),
+                *(sums.data_ptr() + column * sums.itemsize, num_columns, x_TNH.data_ptr(), x_TNH.stride(0)),
+                *(num_tokens, x_TNH.shape[1:].numel(), self._num_threads),
             )
-            self._recorder.note(Tape.sum_squares, out_TP, part, x_TNH)
-        return out_TP
+            self._recorder.note(Tape.sum_squares, sums, column, x_TNH)
+        return sums
 
     def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
         """See `Kernels.norm_part`; written in place."""

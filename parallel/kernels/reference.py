@@ -147,9 +147,9 @@ class ReferenceKernels:
         total_TE = x_TE + residual_TE
         return self.rms_norm(total_TE, weight_E, eps), total_TE
 
-    def sum_squares(self, *parts_TNH: Tensor) -> Tensor:
+    def sum_squares(self, *tensors_TNH: Tensor) -> Tensor:
         """See `Kernels.sum_squares`."""
-        return torch.stack([part_TNH.float().square().sum((1, 2)) for part_TNH in parts_TNH], dim=-1)
+        return torch.stack([x_TNH.float().square().sum((1, 2)) for x_TNH in tensors_TNH], dim=-1)
 
     def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
         """See `Kernels.norm_part`."""

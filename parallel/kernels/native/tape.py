@@ -129,10 +129,10 @@ class Tape:
             weight_stride=x.shape[-1] if weight.dim() == 2 else 0,
         )
 
-    def sum_squares(self, out_TP: Tensor, part: int, x_TNH: Tensor) -> None:
-        """Note that a column becomes the sums of the squares of heads."""
-        self.write(out_TP)
-        places = {"input": self.read(x_TNH), "output": self.read(out_TP[:, part])}
+    def sum_squares(self, sums: Tensor, column: int, x_TNH: Tensor) -> None:
+        """Note that a column of these becomes the sums of the squares of heads."""
+        self.write(sums)
+        places = {"input": self.read(x_TNH), "output": self.read(sums[:, column])}
         self._add(Kind.SUM_SQUARES, **places, size=x_TNH.shape[1:].numel())
 
     def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, num_summed: int, eps: float) -> None:
