@@ -189,7 +189,8 @@ __attribute__((noinline)) void multiply_so_many_vectors(typename Numbers::Sum* s
 }
 
 // The same for so few rows that only memory counts, and a panel that passes once: a step is all written out, and the one
-// after it is asked for, so that as many loads are under way as there can be.
+// after it is asked for, so that as many loads are under way as there can be. With several parts there is too much to do
+// after GCC asks for all of a step at its beginning: the loop above is faster.
 template <class Numbers, int NUM_ROWS>
 void multiply_unrolled_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const char* values,
                                const Passing& place, int num_steps) {
@@ -213,7 +214,7 @@ template <class Numbers, int MOST = MOST_VECTOR_ROWS, class Place>
 void multiply_vectors(typename Numbers::Sum* sums, int64_t sums_stride, const LeftVectors& left, const RightVectors& right,
                       const Place& place, int num_steps) {
     if (left.num_rows == MOST) {
-        if constexpr (Place::PASSES_ONCE && MOST <= MOST_UNROLLED_ROWS)
+        if constexpr (Place::PASSES_ONCE && MOST <= MOST_UNROLLED_ROWS && Numbers::PARTS == 1)
             return multiply_unrolled_vectors<Numbers, MOST>(sums, sums_stride, left, right.first, place, num_steps);
         constexpr int64_t PACKED = 16 * Numbers::LEFT_BYTES;
         if (Place::IS_FAR && left.row_stride == PACKED)  // with places that the compiler knows, none is lost to registers
