@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from torch import Tensor
 _HUGE_PAGE, _PIECE, _CACHE_LINE = 2 << 20, 64 << 20, 64
 """Bytes; a piece is what `HugePages` asks the system for at once."""
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 4, 14, 22, 23  # of Linux
+_LOOK_S = 0.1
 _SCARCE = 0.1
 """Share of the machine's memory: no more is taken early when less is available."""
 
@@ -81,32 +83,40 @@ def read_now(x: Tensor) -> None:
     _advise_touched(x, _MADV_POPULATE_READ)
 
 
-def populate_when_idle(rows_RBX: Tensor) -> Thread:
+def populate_when_idle(rows_RBX: Tensor, is_resting: Callable[[], bool]) -> Thread:
     """Take the pages of new memory on the CPU before they are written, in a thread that gets idle cores only.
 
     A step that writes a page first waits for the system to find and clear it. Blocks B are taken in their order, of all
-    rows R. The thread ends when the tensor is gone, memory is scarce, or the main thread has ended; without Linux 5.14
-    nothing is done.
+    rows R, while `is_resting()`: a core is idle also where a rank waits a moment for another, and the system does not
+    leave a page of 2 MB half cleared when that comes. The thread ends when the tensor is gone, memory is scarce, or the
+    main thread has ended; without Linux 5.14 nothing is done.
     """
     # no daemon: Python ends those wherever they are, and within torch that aborts the process
-    thread = Thread(target=_populate, args=(weakref.ref(rows_RBX),), name="populate")
+    thread = Thread(target=_populate, args=(weakref.ref(rows_RBX), is_resting), name="populate")
     if hasattr(os, "SCHED_IDLE"):
         thread.start()
     return thread
 
 
-def _populate(get_rows: Callable[[], Tensor | None]) -> None:
+def _populate(get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bool]) -> None:
     with suppress(OSError):  # a container may forbid it
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    first = 0
-    while (rows_RBX := get_rows()) is not None and first < rows_RBX.shape[1] and not _is_memory_scarce():
-        end = first + -(-_HUGE_PAGE // rows_RBX[0, 0].nbytes)
-        for row_BX in rows_RBX:
-            if not main_thread().is_alive():  # it waits for this one
-                return
-            _advise_touched(row_BX[first:end], _MADV_POPULATE_WRITE)
-        first = end
-        del rows_RBX, row_BX  # the memory belongs to somebody else
+    piece = 0
+    while main_thread().is_alive():  # it waits for this one
+        if not is_resting():
+            time.sleep(_LOOK_S)
+            continue
+        rows_RBX = get_rows()
+        if rows_RBX is None:
+            return
+        num_blocks = -(-_HUGE_PAGE // rows_RBX[0, 0].nbytes)
+        index, row = divmod(piece, len(rows_RBX))
+        first = index * num_blocks
+        if first >= rows_RBX.shape[1] or (row == 0 and _is_memory_scarce()):
+            return
+        _advise_touched(rows_RBX[row, first : first + num_blocks], _MADV_POPULATE_WRITE)
+        piece += 1
+        del rows_RBX  # the memory belongs to somebody else
 
 
 def _is_memory_scarce() -> bool:

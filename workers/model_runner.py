@@ -1,6 +1,5 @@
 """One rank's part of a step: a plan's tensors through this stage's layers, and on the last stage to tokens."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from workers.sampler import Sampled, Sampler, nothing_sampled
 from workers.slot_draws import SlotDraws
 from workers.stats import RankStats
 from workers.step_inputs import StepInputs
+from workers.step_times import StepTimes
 
 
 class _Asked(NamedTuple):
@@ -100,7 +100,7 @@ class ModelRunner:
         self._stats = RankStats()
         """What steps are noted in: something that nobody reads, until the rehearsals are over."""
         self._clock = ModelClock(device, self._stats)
-        self._step_end_s = 0.0
+        self._times = StepTimes()
 
     def choose_num_blocks(self) -> int:
         """Return how many cache blocks this rank can hold. All ranks call it; on CUDA they run steps together."""
@@ -123,7 +123,7 @@ class ModelRunner:
         if self.num_host_blocks:
             self._host = make_host_cache(self._rows_RBX, num_slots=self.num_host_blocks)
         if self._decoder.device.type == "cpu":
-            populate_when_idle(self._rows_RBX)
+            populate_when_idle(self._rows_RBX, self._times.is_resting)
 
     def _choose_lookahead(self) -> Lookahead:
         return choose_lookahead(
@@ -180,7 +180,7 @@ class ModelRunner:
 
     def start(self, work: StepWork) -> Callable[[], ModelOutput | None]:
         """Start the next step of those prepared; the result waits for its end, and is `run`'s. CollectiveError."""
-        start_s = time.perf_counter()
+        begin_s = self._times.begin()
         self._draws.apply(work.plan)
         if self._is_joined and work.inputs.fed_rows.shape[0]:  # only now, for few steps ask
             self._keep_latest()
@@ -195,9 +195,7 @@ class ModelRunner:
         def finish() -> ModelOutput | None:
             sampled = self._finish_model(work, asked, layers, cost) if self._is_joined else queued
             output = None if sampled is None else sampled.result(work.plan.number)
-            end_s = time.perf_counter()
-            self._stats.add_step(end_s - max(start_s, self._step_end_s))  # it may have begun during the one before
-            self._step_end_s = end_s
+            self._stats.add_step(self._times.end(begin_s))
             return output
 
         return finish

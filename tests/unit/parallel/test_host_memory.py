@@ -74,7 +74,7 @@ def test_what_is_forgotten_is_a_part_or_all_of_the_memory() -> None:
 
 
 def populate(rows_RBX: torch.Tensor) -> None:
-    thread = populate_when_idle(rows_RBX)
+    thread = populate_when_idle(rows_RBX, lambda: True)
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
 
@@ -108,13 +108,33 @@ def test_the_first_blocks_of_all_rows_are_taken_first_and_none_of_memory_that_is
             kept.clear()
 
     monkeypatch.setattr(host_memory, "_advise_pages", advise)
-    thread = populate_when_idle(kept["rows"])
+    thread = populate_when_idle(kept["rows"], lambda: True)
     is_begun.set()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     block, row = 64 * PAGE, 40 * 64 * PAGE
     piece = 2 << 20
     assert advised == [(0, piece), (row, piece), (8 * block, piece), (row + 8 * block, piece)]
+
+
+def test_none_is_taken_while_a_step_runs_and_the_rest_after_it(
+    new_rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that wait for each other leave their cores, and get them back when a page is cleared."""
+    advised: list[int] = []
+    rests = iter([True, True, False, False, False])
+    num_taken: list[int] = []
+
+    def is_resting() -> bool:
+        num_taken.append(len(advised))
+        return next(rests, True)
+
+    monkeypatch.setattr(host_memory, "_advise_pages", lambda first, size, advice: advised.append(first))
+    thread = populate_when_idle(new_rows, is_resting)
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert num_taken[:8] == [0, 1, 2, 2, 2, 2, 3, 4]
+    assert len(set(advised)) == len(advised) == 10
 
 
 def test_a_process_that_ends_waits_for_one_piece_and_leaves_the_rest(
@@ -124,7 +144,7 @@ def test_a_process_that_ends_waits_for_one_piece_and_leaves_the_rest(
     advised: list[int] = []
     monkeypatch.setattr(host_memory, "_advise_pages", lambda first, size, advice: advised.append(first))
     monkeypatch.setattr(host_memory, "main_thread", lambda: SimpleNamespace(is_alive=lambda: len(advised) < 3))
-    thread = populate_when_idle(new_rows)
+    thread = populate_when_idle(new_rows, lambda: True)
     assert not thread.daemon
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()

@@ -15,7 +15,7 @@ from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from parallel.kernels.cuda_graphs import Recording, Result
 from parallel.random_model import write_random_model
-from workers import model_runner
+from workers import step_times
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence
 from workers.rehearsal import Rehearsal
 from workers.request import SamplingParams
@@ -186,7 +186,7 @@ def test_dropped_recordings_are_gone_at_once(model: Path) -> None:
 def test_time_in_two_steps_at_once_counts_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device works by itself, a step is started while the one before it runs."""
     now_s = 0.0
-    monkeypatch.setattr(model_runner, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: now_s))
     runner, _, stats = make_runner(model, max_size=0)
     runner.allocate(200)
 
