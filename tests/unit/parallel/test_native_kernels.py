@@ -224,7 +224,7 @@ def test_layer_norms_far_from_zero(
         for num_threads in (1, 2)
     ]
     assert torch.equal(*results)
-    tolerance = max(1e-4, 2 * ROUNDING[dtype])
+    tolerance = max(5e-4, 2 * ROUNDING[dtype])  # the mean of float32, added up one by one, as without vectors
     torch.testing.assert_close(results[0], expected, rtol=tolerance, atol=tolerance)
 
 
