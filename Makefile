@@ -28,7 +28,8 @@ test: lint
 	@$(BIN)/python -m pytest tests/gpu
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e
 
-SANITIZED := $(addprefix tests/unit/parallel/test_,native_kernels.py sampling_kernels.py int8_linear.py int8_cache.py compiled_layers.py kernels_cpu.py)
+SANITIZED := $(addprefix tests/unit/parallel/test_,native_kernels.py native_experts.py sampling_kernels.py int8_linear.py int8_cache.py \
+  compiled_layers.py kernels_cpu.py rank_sums.py)
 
 sanitize: $(VENV)/.dev
 	@LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
