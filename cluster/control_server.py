@@ -347,7 +347,7 @@ def _settings(text: str) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ClusterConfigError(f"the settings are not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ClusterConfigError(f"the settings are a {type(settings).__name__}; allowed: a mapping")

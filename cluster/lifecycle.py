@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+_MAX_DOUBLINGS = 32  # of a second, more than a century; after 1,023 the number would be too large for a float
+
 
 class GroupState(StrEnum):
     """Where a group stands."""
@@ -47,7 +49,8 @@ class RestartPolicy:
         """Return the wait after this many failures in a row."""
         if failures <= 1:
             return 0.0
-        return float(min(self.max_delay_s, self.first_delay_s * 2.0 ** (failures - 2)))
+        num_doublings = min(failures - 2, _MAX_DOUBLINGS)
+        return min(self.max_delay_s, self.first_delay_s * 2.0**num_doublings)
 
 
 class Failure(NamedTuple):

@@ -90,8 +90,9 @@ class Directory:
 
     @property
     def routes(self) -> list[ModelRoute]:
-        """All models, by name."""
-        return [self._routes[name] for name in sorted(self._routes)]
+        """All models, by name; any thread may read them."""
+        routes = self._routes  # another one when a model goes
+        return [routes[name] for name in sorted(routes)]
 
     @property
     def is_ready(self) -> bool:

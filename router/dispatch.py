@@ -126,7 +126,8 @@ class Dispatcher:
     def _most_held(self) -> int:
         """Requests that may wait for a replica of one model: its share of all places."""
         config = self._admission.places.config
-        return max(1, (config.max_in_flight + config.max_queued) // len(self._directory.routes))
+        num_models = max(1, len(self._directory.routes))  # the last may have gone a moment ago
+        return max(1, (config.max_in_flight + config.max_queued) // num_models)
 
     async def _prepare(self, call: GenerateCall, route: ModelRoute, deadline_s: float | None) -> PreparedRequest:
         """Turn a call into tokens and complete parameters. Raises InvalidRequestError."""

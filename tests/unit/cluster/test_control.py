@@ -259,6 +259,15 @@ async def test_grace_that_never_ends_or_has_ended_is_refused(running: Running, g
     assert (state.calls, state.grace_s) == ([], None)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000], ids=["broken", "list", "deep"])
+async def test_settings_that_are_no_mapping_are_refused(running: Running, text: str) -> None:
+    _, _, address = running
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="the settings are") as refused:
+            await ControlStub(channel).Apply(control_pb2.ApplyRequest(settings_json=text), timeout=120)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_logs_are_read_on_where_they_were_left(running: Running, tmp_path: Path) -> None:
     def read(offsets: dict[str, int], tail_bytes: int) -> control_pb2.LogChunk:
         with ControlClient(running.address) as client:

@@ -56,6 +56,11 @@ def test_failures_in_a_row_wait_longer_up_to_the_maximum() -> None:
     assert life.restarts == 7
 
 
+def test_a_weekend_of_failures_waits_no_longer_and_is_no_error() -> None:
+    """Past 1,025 of them the number before the maximum is taken is too large for a float."""
+    assert POLICY.delay_s(100_000) == 8.0
+
+
 def test_a_stable_time_forgets_earlier_failures() -> None:
     life = ready_group()
     life.failed("x", 1.0)

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica
 from helpers.ipv6 import needs_ipv6
 from helpers.polling import poll
@@ -171,6 +172,30 @@ async def test_router_is_ready_when_it_has_a_tokenizer_or_cannot_have_one() -> N
         await poll(router.is_ready, True)
         with pytest.raises(grpc.aio.AioRpcError, match="/tiny has no tokenizer"):
             await router.generate(text_request("hello"))
+
+
+async def test_the_last_model_may_go_while_a_request_is_made_ready() -> None:
+    begins, may_end = threading.Event(), threading.Event()
+
+    class Slow(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+            begins.set()
+            assert may_end.wait(10)
+            return super().encode(text, add_special_tokens)
+
+    async with FakeControl() as control:
+        config = router_config(control=control.address, failover=FailoverConfig(new_request_wait_s=0.01))
+        async with running_router(config, load_tokenizer=lambda _: Slow()) as router:
+            control.set_replicas({})
+            await router.wait_ready(0)
+            asked = asyncio.create_task(router.generate(text_request("hello")))
+            assert await asyncio.to_thread(begins.wait, 10)
+            control.set_replicas({}, models=())
+            await router.wait_ready(-1)
+            may_end.set()
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await asked
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE, error.value.details()
 
 
 async def test_overload_is_refused_early_with_a_hint_and_counted() -> None:
