@@ -137,7 +137,10 @@ class KVCacheManager:
         num_left = len(sequence.token_ids) - num_prefix * self.block_size
         num_taken = self.layout.num_missing(num_blocks, num_prefix, num_left, num_full=num_prefix)
         held = self.layout.held(prefix, num_prefix)
-        num_taken += held.count(_ON_HOST) + self.pool.count_free(block for block in held if block != _ON_HOST)
+        num_on_host = held.count(_ON_HOST)
+        if num_on_host:
+            held = [block for block in held if block != _ON_HOST]
+        num_taken += num_on_host + self.pool.count_free(held)
         return num_taken + reserve <= self.pool.num_free
 
     def fits_rest(self, sequence: Sequence, *, reserve: int) -> bool:
@@ -260,12 +263,10 @@ class KVCacheManager:
         return _ON_HOST if block is None and self.pool.is_on_host(name, group) else block
 
     def _leading_blocks(self, hashes: list[bytes], group: int) -> list[int]:
-        blocks = []
-        for name in hashes:
-            block = self._find(name, group)
-            if block is None:
-                break
-            blocks.append(block)
+        blocks = self.pool.lookup_leading(hashes, group)
+        if self.pool.host.num_slots:
+            rest = (self._find(name, group) for name in hashes[len(blocks) :])
+            blocks += iter(rest.__next__, None)
         return blocks
 
     def _restore(self, sequence: Sequence, prefix: list[int]) -> list[int]:

@@ -15,7 +15,7 @@ from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from parallel.kernels.cuda_graphs import Recording, Result
 from parallel.random_model import write_random_model
-from workers import step_times
+from workers import model_runner, step_times
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence
 from workers.rehearsal import Rehearsal
 from workers.request import SamplingParams
@@ -184,11 +184,13 @@ def test_dropped_recordings_are_gone_at_once(model: Path) -> None:
 
 
 def test_time_in_two_steps_at_once_counts_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the device works by itself, a step is started while the one before it runs."""
-    now_s = 0.0
+    """Where the device works by itself, a step is started while the one before it runs. Pages are taken in none."""
+    now_s, seen = 0.0, list[Callable[[], bool]]()
+    monkeypatch.setattr(model_runner, "populate_when_idle", lambda rows_RBX, is_resting: seen.append(is_resting))
     monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: now_s))
     runner, _, stats = make_runner(model, max_size=0)
     runner.allocate(200)
+    (is_resting,) = seen
 
     def start(slot: int) -> Callable[[], ModelOutput | None]:
         new = NewSequence(slot, [1, 2], 2, SamplingParams(temperature=0.0), [])
@@ -201,9 +203,11 @@ def test_time_in_two_steps_at_once_counts_once(model: Path, monkeypatch: pytest.
     second = start(1)
     now_s = 15.0
     first()
+    assert not is_resting()
     now_s = 19.0
     second()
     now_s = 30.0
+    assert is_resting()
     third = start(2)
     now_s = 31.0
     third()
