@@ -153,23 +153,27 @@ class CompletionsUser(HttpUser):
                 if response.status_code in _TURNED_AWAY:
                     time.sleep(_TURNED_AWAY_PAUSE_S)
                 return
-            num_tokens = 0
+            num_tokens, has_end = 0, False
             error: Exception | None = None
             try:
                 for line in response.iter_lines():
                     data = line[5:].strip()
-                    if not line.startswith(b"data:") or data == b"[DONE]":
+                    if not line.startswith(b"data:"):
+                        continue
+                    if data == b"[DONE]":
+                        has_end = True
                         continue
                     chunk, end_s = Chunk.decode(data), time.perf_counter()
                     if any(choice.has_text for choice in chunk.choices):
                         times_s.append(end_s)
+                    has_end |= any(choice.finish_reason is not None for choice in chunk.choices)
                     if chunk.usage is not None:
                         num_tokens = chunk.usage.completion_tokens
                     if chunk.error is not None:
                         error = RuntimeError(chunk.error.message)
             except (requests.RequestException, ValueError) as broken:  # it broke off, or is no JSON
                 error = broken
-        if error is None and not num_tokens:
+        if error is None and not (has_end and num_tokens):
             error = RuntimeError("the answer broke off, or has no usage at its end")
         _report(self.environment, "HTTP", "complete", end_s - sent_s, num_tokens, error)
         if error is None and times_s:

@@ -33,6 +33,8 @@ class Run:
     """Share of one core that this process took meanwhile: near 1, the generator is what is measured."""
     num_unsent: int
     """Later calls of sessions that ended with a failure."""
+    is_over: bool
+    """Whether the duration ended it, and calls were left."""
 
     @property
     def num_calls(self) -> int:
@@ -60,6 +62,7 @@ class Driver:
         self._pause = pause
         self._records: list[CallRecord] = []
         self._num_unsent = 0
+        self._is_over = False
         self._start_s, self._start_cpu_s = clock(), time.process_time()
 
     async def run(self, load: Load, sessions: Iterator[Session], *, seed: int, duration_s: float | None = None) -> Run:
@@ -77,7 +80,7 @@ class Driver:
                 for _ in range(load.concurrency):
                     tasks.create_task(self._work(sessions, end_s))
             if isinstance(load, OpenLoop) and load.is_at_once and end_s is not None:
-                arrivals = takewhile(lambda _: self._clock() < end_s, arrivals)  # all are due at the start
+                arrivals = takewhile(lambda _: not self._ends(self._clock(), end_s), arrivals)  # all are due now
             await self._send_all(arrivals, start_s, end_s, tasks)
         return self.so_far()
 
@@ -85,14 +88,14 @@ class Driver:
         """What the load has given until now."""
         wall_s = max(self._clock() - self._start_s, 1e-9)
         cpu_share = (time.process_time() - self._start_cpu_s) / wall_s
-        return Run(records=self._records, cpu_share=cpu_share, num_unsent=self._num_unsent)
+        return Run(records=self._records, cpu_share=cpu_share, num_unsent=self._num_unsent, is_over=self._is_over)
 
     async def _send_all(
         self, arrivals: Iterable[tuple[float, Session]], start_s: float, end_s: float | None, tasks: asyncio.TaskGroup
     ) -> None:
         for offset_s, session in arrivals:
             due_s = start_s + offset_s
-            if end_s is not None and due_s >= end_s:
+            if self._ends(due_s, end_s):
                 return
             wait_s = due_s - self._clock()
             if wait_s > 0:
@@ -102,16 +105,22 @@ class Driver:
 
     async def _work(self, sessions: Iterator[Session], end_s: float | None) -> None:
         for session in sessions:  # all workers share them: each takes the next
-            if end_s is not None and self._clock() >= end_s:
+            if self._ends(self._clock(), end_s):
                 return
             error = await self._run_session(session, None, end_s)
             if error is not None and error.kind in _TURNED_AWAY:
                 await self._pause(_TURNED_AWAY_PAUSE_S)
 
+    def _ends(self, at_s: float, end_s: float | None) -> bool:
+        """Whether a call that could be sent then is left."""
+        ends = end_s is not None and at_s >= end_s
+        self._is_over |= ends
+        return ends
+
     async def _run_session(self, session: Session, due_s: float | None, end_s: float | None) -> CallError | None:
         for index, call in enumerate(session.calls):
             if index:
-                if end_s is not None and self._clock() + session.think_s >= end_s:
+                if self._ends(self._clock() + session.think_s, end_s):
                     return None
                 await self._pause(session.think_s)
             record = await self._call(call, due_s if index == 0 else None)

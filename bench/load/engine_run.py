@@ -11,7 +11,7 @@ from workers.engine import Engine
 from workers.request import Request, RequestId, RequestOutput, SamplingParams
 
 _MAX_QUEUED = 512
-"""Limit of the requests that wait in the engine at once; it refuses those beyond its `max_waiting`."""
+"""Limit of the requests that wait in the engine at once; it refuses those beyond its own."""
 
 
 def run_engine(
@@ -71,9 +71,9 @@ class _Feed:
         self._records: list[CallRecord] = []
 
     def run(self) -> list[CallRecord]:
-        num_queued = 0
+        num_queued, most = 0, min(_MAX_QUEUED, self._engine.config.scheduler.max_waiting)
         while self._waiting or self._open:
-            while self._waiting and num_queued < _MAX_QUEUED:
+            while self._waiting and num_queued < most:
                 self._add(self._waiting.popleft())
                 num_queued += 1
             self._engine.launch()

@@ -14,6 +14,8 @@ from cluster.cli_flags import MAX_TIMEOUT_S
 from router.tls import INNER_NAME
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
+MAX_COST = 1e9
+"""Of what a simulated step takes, in the units of its flags: larger sums are no numbers of seconds any more."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 of_load = partial(typer.Option, rich_help_panel="Load")
@@ -221,10 +223,15 @@ class SimulateFlags:
     deadlines: Annotated[
         bool, typer.Option("--deadlines", help="Requests have one: 2, 5 or 20 times their time alone, and 2 s.")
     ] = False
-    step_ms: Annotated[float, typer.Option(min=0, help="Milliseconds of each step.")] = 8.0
-    token_us: Annotated[float, typer.Option(min=0, help="Microseconds of each token in a step.")] = 50.0
+    step_ms: Annotated[float, typer.Option(min=0, max=MAX_COST, help="Milliseconds of each step.")] = 8.0
+    token_us: Annotated[float, typer.Option(min=0, max=MAX_COST, help="Microseconds of each token in a step.")] = 50.0
     context_ns: Annotated[
-        float, typer.Option(min=0, help="Nanoseconds of each token of which a request reads keys and values in a step.")
+        float,
+        typer.Option(
+            min=0,
+            max=MAX_COST,
+            help="Nanoseconds of each token of which a request reads keys and values in a step.",
+        ),
     ] = 40.0
     seed: Annotated[int, typer.Option(help="Seed of all that is random.")] = 0
 
@@ -251,7 +258,9 @@ class ClusterFlags:
         list[str] | None, of_cluster(help="seconds:replica, from 0: it dies then, and starts anew. May be repeated.")
     ] = None
     max_in_flight: Annotated[int, of_cluster(min=1, help="Requests of each router that replicas work on.")] = 1024
-    network_ms: Annotated[float, of_cluster(min=0, help="Milliseconds between router and replica, one way.")] = 0.2
+    network_ms: Annotated[
+        float, of_cluster(min=0, max=MAX_COST, help="Milliseconds between router and replica, one way.")
+    ] = 0.2
     block_size: Annotated[int, of_cluster(min=1, help="Tokens of a KV block.")] = 16
     length_scale: Annotated[float, of_cluster(help="Multiplies all lengths of a trace.")] = 1.0
     copies: Annotated[

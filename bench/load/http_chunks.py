@@ -60,7 +60,10 @@ class Chunk(Struct):
     @staticmethod
     def decode(data: bytes) -> "Chunk":
         """Read JSON. Raises msgspec.DecodeError."""
-        return _DECODER.decode(data)
+        try:
+            return _DECODER.decode(data)
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(f"it is not UTF-8: {error}") from error
 
 
 _DECODER = msgspec.json.Decoder(Chunk)

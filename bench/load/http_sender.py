@@ -62,7 +62,7 @@ class HttpSender:
             async with self._session.get(url, server_hostname=self._server_name) as response:
                 response.raise_for_status()
                 models = _Models.decode(await response.read())
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
             reason = str(error) or repr(error)
             if "status line" in reason:  # of which aiohttp shows the bytes
                 reason = "what answers speaks no HTTP/1.1; is it the port of gRPC?"
@@ -108,12 +108,13 @@ class HttpSender:
 
 async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usage:
     """Follow the server-sent events to their end."""
-    usage = None
+    usage, has_end = None, False
     async for line in content:
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
+            has_end = True
             await _read_rest(content)
             break
         chunk = Chunk.decode(data)
@@ -124,8 +125,9 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
                 received(1)
             elif choice.finish_reason is not None:
                 received(0)
-        usage = chunk.usage or usage
-    if usage is None:
+            has_end |= choice.finish_reason is not None
+        usage = chunk.usage or usage  # some services send it with each chunk
+    if usage is None or not has_end:
         raise CallError(ErrorKind.UNAVAILABLE, "the answer broke off, or has no usage at its end")
     cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
     return Usage(

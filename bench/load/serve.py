@@ -119,7 +119,7 @@ class _Measuring:
 
     def _is_short(self, run: Run, rest: Iterator[Session]) -> bool:
         """Whether the dataset, of which `rest` was not taken, ended before the flags that say how much."""
-        is_all = self._options.dataset.has_end or run.num_calls == self._options.num_requests
+        is_all = run.is_over or self._options.dataset.has_end or run.num_calls == self._options.num_requests
         return not is_all and next(rest, None) is None
 
     def _tell(self, load: Load, run: Run, *, is_short: bool) -> None:

@@ -49,7 +49,9 @@ class Targets:
 
     def are_met(self, record: CallRecord) -> bool:
         """Return whether an answered request kept all. One without a second token has no TPOT to keep; where no token
-        was seen, the end counts."""
+        was seen, the end counts. An answer without tokens keeps nothing."""
+        if record.num_out == 0:
+            return False
         whole_s = record.end_s - record.sent_s
         ttft_s = whole_s if record.ttft_s is None else record.ttft_s
         e2e_s = whole_s if record.e2e_s is None else record.e2e_s

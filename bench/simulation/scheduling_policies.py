@@ -41,8 +41,8 @@ class Outcome:
     """From arrival to the end, of those that were not given up."""
     slowdown: Distribution
     """The same over the time that the request takes alone."""
-    urgent_s: float
-    """Mean completion of priority 0."""
+    urgent_s: float | None
+    """Mean completion of priority 0; None: none of it was completed."""
     ttft_s: Distribution
     wait_s: float
     """The longest time, all stays together, that any request spent in the queue."""
@@ -133,7 +133,7 @@ class Simulation:
             slowdown=_distribution(
                 completion_s / jobs[name].alone_s(self._cost) for name, completion_s in completions_s.items()
             ),
-            urgent_s=math.fsum(urgent) / max(1, len(urgent)),
+            urgent_s=math.fsum(urgent) / len(urgent) if urgent else None,
             ttft_s=_distribution(at_s - jobs[name].at_s for name, at_s in self._first_tokens_s.items()),
             wait_s=self._waited_s,
             output_rate=num_out / max(1e-9, self.now_s - min(job.at_s for job in jobs.values())),
@@ -233,7 +233,7 @@ def _cells(outcome: Outcome) -> dict[str, str]:
         "completion p50": f"{completion.p50:.2f} s",
         "completion p99": f"{completion.p99:.2f} s",
         "slowdown mean": f"{outcome.slowdown.mean:.1f}",
-        "urgent mean": f"{outcome.urgent_s:.2f} s",
+        "urgent mean": "-" if outcome.urgent_s is None else f"{outcome.urgent_s:.2f} s",
         "TTFT mean": f"{ttft.mean:.2f} s",
         "TTFT p99": f"{ttft.p99:.2f} s",
         "longest wait": f"{outcome.wait_s:.2f} s",

@@ -124,6 +124,7 @@ async def test_infinite_rate_sends_until_the_duration_is_over(time: VirtualTime)
     run = await drive(time, service, OpenLoop(rate=math.inf), slow(), duration_s=4.5)
     assert [record.sent_s for record in run.records] == [1.0, 2.0, 3.0, 4.0]
     assert all(record.is_answered for record in run.records)
+    assert run.is_over
 
 
 async def test_finite_rate_sends_late_what_was_due_before_the_duration_was_over(time: VirtualTime) -> None:
@@ -243,6 +244,16 @@ async def test_nothing_begins_after_the_duration(
     run = await drive(time, service, load, timed(map(float, range(100))), duration_s=5.0)
     assert len(run.records) == number
     assert all(record.is_answered for record in run.records)
+    assert run.is_over
+
+
+@pytest.mark.parametrize("load", [OpenLoop(rate=2), OpenLoop(rate=math.inf), ClosedLoop(concurrency=2), Replay()])
+async def test_a_duration_that_is_longer_than_the_load_does_not_end_it(
+    time: VirtualTime, load: OpenLoop | ClosedLoop | Replay
+) -> None:
+    service = FakeService(time, answer_s=1.0)
+    run = await drive(time, service, load, timed(map(float, range(3))), duration_s=100.0)
+    assert (len(run.records), run.is_over) == (3, False)
 
 
 @pytest.mark.parametrize(("think_s", "number"), [(0.0, 5), (1.0, 3), (10.0, 1)])
@@ -250,7 +261,7 @@ async def test_a_session_ends_with_the_duration(time: VirtualTime, think_s: floa
     service = FakeService(time, answer_s=1.0)
     session = Session(calls=(Call(prompt=(0,), num_out=1),) * 100, think_s=think_s)
     run = await drive(time, service, ClosedLoop(concurrency=1), iter([session]), duration_s=5.0)
-    assert len(run.records) == number
+    assert (len(run.records), run.is_over) == (number, True)
     assert (run.num_unsent, time.now_s) == (0, run.records[-1].end_s)
 
 

@@ -26,9 +26,10 @@ COMMAND = [sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "loc
 TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
 EMPTY = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
 WHOLE = TOKEN * 3 + b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+CUT = b'data: {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}\n\n'
 
 
-FAILURES = ("gone", "full", "wrong", "broken", "error")
+FAILURES = ("gone", "full", "wrong", "broken", "cut", "error")
 
 
 async def test_every_failure_over_http_is_counted() -> None:
@@ -54,6 +55,8 @@ async def test_every_failure_over_http_is_counted() -> None:
                 await response.write(TOKEN)
                 request.transport.abort()
                 return response
+            case "cut":
+                return web.Response(body=CUT)
             case "error":
                 return web.Response(body=TOKEN + b'data: {"error": {"message": "no more"}}\n\n')
             case _:
@@ -79,7 +82,7 @@ async def test_every_failure_over_http_is_counted() -> None:
                 break
     sent, answered, first = rows["POST", "headers"], rows["HTTP", "complete"], rows["HTTP", "first token"]
     assert sent["num_failures"] == 3, "gone, full, wrong"
-    assert answered["num_failures"] == 2, "broken, error"
+    assert answered["num_failures"] == 3, "broken, cut, error"
     assert answered["num_requests"] == sent["num_requests"] - 3 > 2
     assert first["min_response_time"] > 150, "text comes long after headers and a first chunk without any"
     assert rows["HTTP", "each further token"]["min_response_time"] < 100

@@ -82,8 +82,9 @@ def test_engine_runs_all_at_once_and_turns_one_by_one() -> None:
     assert all(len(record.gaps_s) == record.num_out - 1 for record in records)
 
 
-def test_more_requests_than_the_engine_lets_wait_are_fed_in_turn() -> None:
-    engine = fake_engine(max_waiting=600)
+@pytest.mark.parametrize("max_waiting", [600, 8])
+def test_more_requests_than_the_engine_lets_wait_are_fed_in_turn(max_waiting: int) -> None:
+    engine = fake_engine(max_waiting=max_waiting)
     records = run_engine(engine, [session((3, 1))] * 1500, GREEDY, cache_salt="a")
     assert sum(record.is_answered for record in records) == 1500
 

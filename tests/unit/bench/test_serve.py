@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import ssl
@@ -27,9 +28,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError, BenchError
+from bench.load import serve
 from bench.load.arrivals import ClosedLoop, OpenLoop
 from bench.load.calls import Call, Lengths
-from bench.load.datasets import DatasetKind, DatasetOptions
+from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions
 from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags, SessionFlags
 from bench.load.flags import find_idle, parse_target, parse_targets
 from bench.load.grpc_sender import GrpcSender
@@ -372,6 +374,18 @@ async def test_a_dataset_with_fewer_requests_than_asked_for_is_told(
     assert ("the dataset has only 5 requests" in warnings(replace(point, num_unsent=4))[-1]) == told
 
 
+async def test_a_dataset_is_not_short_of_what_the_duration_left(router: RunningRouter) -> None:
+    load = OpenLoop(rate=1.0, burstiness=float("inf"))  # the second is due after a second
+    dataset = DatasetOptions(kind=DatasetKind.W1)
+    sessions = [*itertools.islice(make_sessions(dataset, vocab_size=200, seed=0), 1)] * 2
+    asked = options(target(router, Protocol.GRPC), loads=(load,), num_requests=None, duration_s=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "make_sessions", lambda *_, **__: iter(sessions))
+        (point,) = (await measure(asked)).points
+    assert point.summary.num_requests == 1
+    assert not any("the dataset has only" in warning for warning in warnings(point))
+
+
 @pytest.mark.parametrize("has_end", [True, False])
 async def test_message_without_tokens_is_no_token_and_one_without_an_end_no_answer(has_end: bool) -> None:
     usage = client_values.Usage(
@@ -403,7 +417,7 @@ async def test_thoughts_and_calls_of_tools_are_tokens_over_http() -> None:
         return web.json_response({"data": [{"id": "odd"}]})
 
     async def complete(request: web.Request) -> web.Response:
-        return web.Response(body=b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+        return web.Response(body=streamed(*events))
 
     service = web.Application()
     service.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
@@ -674,6 +688,8 @@ ODD_ANSWERS = {
     "other JSON": b'data: {"choices": 5}\n\n',
     "line without end": b"data: " + b"x" * 1_000_000,
     "no usage": b"data: [DONE]\n\n",
+    "no UTF-8": b'data: {"choices": [{"text": "\xff"}]}\n\n',
+    "no end": b'data: {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}\n\n',
 }
 
 

@@ -77,6 +77,8 @@ def test_short_requests_no_longer_wait_for_long_ones(jobs: list[Job], fcfs: Outc
 def test_urgent_requests_are_served_first_under_priority(jobs: list[Job], fcfs: Outcome) -> None:
     outcome = simulate(SchedulingPolicy.PRIORITY, jobs)
 
+    assert outcome.urgent_s is not None
+    assert fcfs.urgent_s is not None
     assert outcome.urgent_s < 0.9 * fcfs.urgent_s
     assert outcome.output_rate == pytest.approx(fcfs.output_rate, rel=0.05)
 
@@ -124,6 +126,7 @@ def test_numbers_of_one_replica_by_hand() -> None:
     assert outcome.ttft_s == Distribution.of([2.0, 6.0, 7.875])
     assert (outcome.urgent_s, outcome.wait_s, outcome.output_rate) == ((4.5 + 7.875) / 2, 5.875, 5 / 8.5)
     assert (outcome.num_expired, outcome.num_preemptions, outcome.recomputed_share, outcome.num_steps) == (1, 0, 0, 5)
+    assert Simulation(jobs[1:2], SchedulerConfig(), cost, num_blocks=8).run().urgent_s is None
 
 
 def write_trace(file: Path, *times_ms: int | None) -> Path:

@@ -168,7 +168,14 @@ def test_an_answer_ends_with_its_last_token_and_not_with_its_stream() -> None:
     assert goodput.num_requests == 1
 
 
-def test_an_answer_without_tokens_lasts_until_its_end() -> None:
+def test_an_empty_answer_keeps_no_target() -> None:
+    """Else a service that answers nothing, and that at once, would have the best goodput."""
+    goodput = summarize([answered(0.0, []), answered(0.0, [0.5])], Targets(ttft_s=1.0, tpot_s=1.0, e2e_s=1.0)).goodput
+    assert goodput is not None
+    assert goodput.num_requests == 1
+
+
+def test_an_answer_whose_tokens_were_not_seen_lasts_until_its_end() -> None:
     silent, usage = CallRecord(num_asked=1, due_s=None, sent_s=1.0), answered(1.0, [1.5]).usage
     assert usage is not None
     silent.finish(usage, 3.0)
