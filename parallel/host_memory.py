@@ -102,13 +102,11 @@ def _populate(get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bo
     with suppress(OSError):  # a container may forbid it
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     piece = 0
-    while main_thread().is_alive():  # it waits for this one
+    while main_thread().is_alive() and (rows_RBX := get_rows()) is not None:  # main waits for it
         if not is_resting():
+            del rows_RBX  # the memory belongs to somebody else
             time.sleep(_LOOK_S)
             continue
-        rows_RBX = get_rows()
-        if rows_RBX is None:
-            return
         num_blocks = -(-_HUGE_PAGE // rows_RBX[0, 0].nbytes)
         index, row = divmod(piece, len(rows_RBX))
         first = index * num_blocks
@@ -116,7 +114,7 @@ def _populate(get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bo
             return
         _advise_touched(rows_RBX[row, first : first + num_blocks], _MADV_POPULATE_WRITE)
         piece += 1
-        del rows_RBX  # the memory belongs to somebody else
+        del rows_RBX
 
 
 def _is_memory_scarce() -> bool:

@@ -15,7 +15,7 @@ from router.tls import INNER_NAME
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
 MAX_COST = 1e9
-"""Of what a simulated step takes, in the units of its flags: larger sums are no numbers of seconds any more."""
+"""The most that a part of a simulated step takes, in the unit of its flag; far above, sums are infinite."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 of_load = partial(typer.Option, rich_help_panel="Load")

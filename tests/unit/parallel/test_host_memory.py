@@ -137,6 +137,14 @@ def test_none_is_taken_while_a_step_runs_and_the_rest_after_it(
     assert len(set(advised)) == len(advised) == 10
 
 
+def test_memory_that_goes_while_a_step_runs_ends_it() -> None:
+    kept = {"rows": new_memory(PAGE).view(1, 1, -1)}
+    thread = populate_when_idle(kept["rows"], lambda: False)
+    kept.clear()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
 def test_a_process_that_ends_waits_for_one_piece_and_leaves_the_rest(
     new_rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
