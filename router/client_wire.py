@@ -108,7 +108,8 @@ def check_timeout(timeout_s: float | None) -> float | None:
     with _only_what_fits("timeout_s"):
         if timeout_s is None or timeout_s <= MAX_TIMEOUT_S:
             return timeout_s
-    raise _refused(f"timeout_s is {timeout_s}; allowed: at most {MAX_TIMEOUT_S:.0f}, or None for no deadline")
+        message = f"timeout_s is {timeout_s}; allowed: at most {MAX_TIMEOUT_S:.0f}, or None for no deadline"
+    raise _refused(message)
 
 
 def to_delta(response: pb.GenerateResponse) -> Delta:
@@ -157,7 +158,7 @@ def to_error(error: grpc.RpcError, *, timeout_s: float | None, is_closed: bool) 
 def _only_what_fits(what: str = "a value", advice: str = "") -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError, RecursionError) as error:  # for a value of the wrong type or range, or too deep
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # of the wrong type or range, or too deep
         raise _refused(f"{what} does not fit its field: {error}{advice}") from error
 
 
@@ -177,7 +178,7 @@ def _build(kind: type[_M], fields: Mapping[str, Any]) -> _M:
     """Return the message of these fields. Raises BadRequestError, which names the one whose value does not fit."""
     try:
         return kind(**fields)
-    except (TypeError, ValueError):  # which do not say of what
+    except (TypeError, ValueError, OverflowError):  # which do not say of what
         for name, value in fields.items():
             with _only_what_fits(name):
                 kind(**{name: value})

@@ -110,7 +110,7 @@ def _number(config: Mapping[str, Any], name: str, file: Path) -> float | int | N
 
 def _count(config: Mapping[str, Any], name: str, file: Path) -> int | None:
     value = _number(config, name, file)
-    if value is None:
+    if value is None or (name == "top_k" and value == -1):  # off, as others write it
         return None
     if not math.isfinite(value) or value != int(value) or value < 0 or (name.startswith("max") and value == 0):
         raise ModelFilesError(f"{name} in {file} is {value!r}; allowed: a whole number, none below 0, no maximum of 0")

@@ -255,6 +255,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"prompt": "Hi", "temprature": 1}, "unknown options ['temprature']"),
         ({"prompt": "Hi", "max_tokens": 2**40}, "max_tokens does not fit its field: Value out of range"),
         ({"prompt": "Hi", "temperature": "hot"}, "temperature does not fit its field"),
+        ({"prompt": "Hi", "temperature": 10**400}, "temperature does not fit its field: int too large"),
+        ({"prompt": "Hi", "ignore_eos": 2**70}, "ignore_eos does not fit its field"),
         ({"prompt": "Hi", "stop": [1]}, "stop does not fit its field"),
         ({"prompt": [-1]}, "prompt does not fit"),
         ({"prompt": [USER]}, "; allowed: a text or token ids; a conversation is messages"),
@@ -293,6 +295,7 @@ async def test_what_cannot_be_sent_to_be_tokenized_is_refused_here(client: Async
         lambda sync: sync.detokenize([-1]),
         lambda sync: sync.detokenize("Hi"),
         lambda sync: sync.complete("Hi", timeout_s="5"),
+        lambda sync: sync.complete("Hi", timeout_s=10**5000),
     ):
         with pytest.raises(BadRequestError, match="does not fit"):
             await with_sync(target, work)

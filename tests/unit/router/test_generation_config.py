@@ -115,7 +115,7 @@ def test_what_is_not_served_is_said(caplog: pytest.LogCaptureFixture) -> None:
         ({"top_p": "high"}, "top_p in generation_config.json is 'high'; allowed: a number"),
         ({"top_k": True}, "top_k in"),
         ({"top_k": 2.5}, "whole number"),
-        ({"top_k": -1}, "whole number, none below 0"),
+        ({"top_k": -2}, "whole number, none below 0"),
         ({"max_new_tokens": 0}, "no maximum of 0"),
         ({"do_sample": "yes"}, "do_sample in generation_config.json is 'yes'; allowed: true, false"),
     ],
@@ -123,6 +123,10 @@ def test_what_is_not_served_is_said(caplog: pytest.LogCaptureFixture) -> None:
 def test_broken_field_is_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelFilesError, match=said):
         read_generation_defaults(config, FILE)
+
+
+def test_top_k_may_be_off_as_clients_write_it() -> None:
+    assert dict(read_generation_defaults({"do_sample": True, "top_k": -1}, FILE).sampling) == {}
 
 
 def test_values_that_would_be_refused_of_a_client_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
