@@ -37,9 +37,9 @@ _ROUNDING_DIGITS = 6
 class AutoscalerConfig:
     """When a model gets more or fewer replicas, between its `min_replicas` and `max_replicas`."""
 
-    target_requests: Annotated[float, Gt(0)] = 32.0
+    target_requests: Annotated[float, Ge(1e-6)] = 32.0
     """Requests, running and waiting, that each replica should have."""
-    target_kv_usage: Annotated[float, Gt(0), Le(1)] = 0.8
+    target_kv_usage: Annotated[float, Ge(1e-6), Le(1)] = 0.8
     """Share of the KV blocks that should be in use."""
     target_goodput: Annotated[float, Ge(0), Le(1)] = 0.95
     """Share of the finished requests that should have met both latency targets; 0: latency does not count."""
@@ -144,7 +144,7 @@ class Autoscaler:
         if observation.num_requests or observation.num_finished:
             self._busy_s = now_s
         self._window.append(observation)
-        while self._window[0].time_s <= now_s - self._config.window_s:
+        while len(self._window) > 1 and self._window[0].time_s <= now_s - self._config.window_s:
             self._window.popleft()
 
     def _ask(self) -> Decision:

@@ -102,7 +102,9 @@ def drain(
 @with_control
 def top(
     client: "ControlClient",
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Seconds from one look to the next.")
+    ] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object each interval.")] = False,
     count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="End after so many looks.")] = None,
 ) -> None:

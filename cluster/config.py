@@ -5,7 +5,6 @@ that belong to the engine and the router are those packages' own dataclasses, so
 """
 
 import dataclasses
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from cluster.autoscaler import AutoscalerConfig
 from cluster.defaults import DEFAULT_CONTROL_METRICS_PORT, DEFAULT_CONTROL_PORT, DEFAULT_HOST
 from cluster.errors import ClusterConfigError
 from cluster.models import DEFAULT_MODEL
+from cluster.settings_json import settings_json
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from router.config import PolicyName, Port, RouterConfig, TracingConfig
 from router.config_faults import NO_BLANKS, describe_faults
@@ -361,7 +361,7 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
 def _validate(kind: type[_SectionT], data: Mapping[str, Any]) -> _SectionT:
     try:
         # Through JSON: strict mode there takes mappings for dataclasses and names for enums, and coerces nothing else.
-        return kind.model_validate_json(json.dumps(data, default=str))
+        return kind.model_validate_json(settings_json(data))
     except ValidationError as error:
         raise ClusterConfigError(describe_faults(kind, error)) from error
 

@@ -1,6 +1,5 @@
 """The operator's end of weft.v1.Control: what the commands and a starting service ask of the controller."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,6 +10,7 @@ from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
 from cluster.errors import ClusterConfigError, ClusterError, ControllerError
+from cluster.settings_json import settings_json
 from router.tls import InnerTls, connect_blocking
 
 _CHANGE_TIMEOUT_S = 600.0
@@ -61,7 +61,7 @@ class ControlClient:
             ClusterConfigError: a setting is unknown or wrong.
             ControllerError: a model cannot be had or split as wanted, or nobody answers.
         """
-        request = control_pb2.ApplyRequest(settings_json=json.dumps(settings, default=str), dry_run=dry_run)
+        request = control_pb2.ApplyRequest(settings_json=settings_json(settings), dry_run=dry_run)
         return self._call(self._stub.Apply, request, _CHANGE_TIMEOUT_S).changes
 
     def scale(self, model: str, replicas: int) -> int:
@@ -71,7 +71,7 @@ class ControlClient:
 
     def rollout(self, model: str, settings: Mapping[str, Any], *, undo: bool = False) -> control_pb2.RolloutResponse:
         """Replace a model's groups, or go back. Raises as `apply`."""
-        text = json.dumps(settings, default=str) if settings else ""
+        text = settings_json(settings) if settings else ""
         request = control_pb2.RolloutRequest(model=model, settings_json=text, undo=undo)
         return self._call(self._stub.Rollout, request, _CHANGE_TIMEOUT_S)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.config import build_spec
@@ -107,7 +108,7 @@ async def _ask_at_once(
 
     async def ask(client: AsyncClient, prompt: DemoPrompt) -> tuple[DemoPrompt, Completion]:
         completion = await client.complete(prompt.plain, messages=prompt.messages, **prompt.options)
-        console.print(f"[cyan]{prompt.text}[/] {completion.text.strip()}", highlight=False)
+        console.print(f"[cyan]{prompt.text}[/] {escape(completion.text.strip())}", highlight=False)
         return prompt, completion
 
     async with AsyncClient(address) as client:

@@ -103,9 +103,13 @@ def read_piece(path: str, offset: int | None, tail_bytes: int, max_bytes: int) -
     return LogPiece(data=data, next_offset=begin + len(data), has_more=begin + len(data) < size)
 
 
+_READ_PIECE = ray.remote(read_piece)
+"""Made once: Ray's head keeps each for good."""
+
+
 async def _read_on_node(source: LogSource, offset: int | None, tail_bytes: int, max_bytes: int) -> LogPiece | None:
     affinity = NodeAffinitySchedulingStrategy(node_id=source.node_id, soft=False)
-    task = ray.remote(read_piece).options(num_cpus=0, scheduling_strategy=affinity)
+    task = _READ_PIECE.options(num_cpus=0, scheduling_strategy=affinity)
     try:
         async with asyncio.timeout(_REMOTE_TIMEOUT_S):
             piece: LogPiece | None = await task.remote(source.path, offset, tail_bytes, max_bytes)

@@ -56,7 +56,7 @@ def apply_file(client: ControlClient, path: Path, console: Console, *, dry_run: 
 def scale_model(client: ControlClient, model: str, replicas: int, console: Console, *, wait_s: float | None) -> None:
     """Want so many replicas of a model. Raises as `apply_file`."""
     before = client.scale(model, replicas)
-    console.print(f"{model}: {before} -> {replicas} replicas", highlight=False)
+    console.print(f"{model}: {before} -> {replicas} replicas", highlight=False, markup=False)
     if scales := next((bounds(each) for each in client.status().models if each.name == model), ""):
         console.print(f"It scales from {scales} by itself, and goes on from this number.", highlight=False)
     if wait_s is not None:
@@ -75,7 +75,7 @@ def roll_model(
     """Replace a model's groups, with settings given as "dotted.path=value"; or go back. Raises as `apply_file`."""
     response = client.rollout(model, parse_settings(settings), undo=undo)
     _print_change(console, response.change)
-    console.print(f"{model} goes to revision {response.revision}", highlight=False)
+    console.print(f"{model} goes to revision {response.revision}", highlight=False, markup=False)
     if wait_s is not None:
         wait_as_wanted(client, console, {model: None}, timeout_s=wait_s)
 
@@ -103,13 +103,15 @@ def drain_target(
     response = client.drain(target, grace_s=grace_s, undo=undo)
     leaving = set(response.replica_ids)
     if undo:
-        console.print(f"{target} takes groups again", highlight=False)
+        console.print(f"{target} takes groups again", highlight=False, markup=False)
     else:
-        console.print(f"leaving: {', '.join(sorted(leaving)) or 'nothing'}", highlight=False)
+        console.print(f"leaving: {', '.join(sorted(leaving)) or 'nothing'}", highlight=False, markup=False)
         if response.node_id:
-            console.print(f"{target} takes no groups until: weft drain {target} --undo", highlight=False)
+            console.print(f"{target} takes no groups until: weft drain {target} --undo", highlight=False, markup=False)
         for failed in _failed_beside(leaving, client.status()):
-            console.print(f"nothing takes the place: {failed.group_id} has failed: {failed.detail}", highlight=False)
+            console.print(
+                f"nothing takes the place: {failed.group_id} has failed: {failed.detail}", highlight=False, markup=False
+            )
 
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
         return not leaving & {group.replica_id or group.group_id for group in _groups(status)}
@@ -232,7 +234,7 @@ def _wait(
         status = client.status()
         changes.show(status)
         if is_done(status):
-            console.print(f"{what[0].upper()}{what[1:]}.")
+            console.print(f"{what[0].upper()}{what[1:]}.", highlight=False, markup=False)
             return status
         if time.monotonic() > give_up_s:
             states = ", ".join(f"{group.group_id} {state_name(group)}" for group in _groups(status))

@@ -18,11 +18,16 @@ _MOST_BYTES_A_LINE = 64 << 10
 class LineSplitter:
     """Cuts the bytes of one log into lines, whatever pieces they come in."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_cut: bool = False) -> None:
+        """`is_cut`: the bytes begin within a line, of which nothing is told, or with the end of one."""
         self._rest = b""
+        self._is_cut = is_cut
 
     def add(self, data: bytes) -> list[str]:
         """Return the lines that have become complete."""
+        if self._is_cut:
+            _, end, data = data.partition(b"\n")
+            self._is_cut = not end
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MOST_BYTES_A_LINE:
             lines, self._rest = [*lines, self._rest], b""
@@ -57,19 +62,16 @@ def show_logs(
     patience = Patience(sleep=sleep)
 
     def read() -> control_pb2.ReadLogsResponse:
-        return client.read_logs(target, offsets, tail_bytes=tail_bytes)
+        return client.read_logs(target, offsets, tail_bytes=tail_bytes + 1)  # the first tells whether a line begins
 
     while True:
         answer = patience.ask(read) if follows else read()
         patience.note_stopping(is_stopping=answer.stopping)
         for chunk in answer.chunks:
-            is_new = chunk.name not in offsets
+            if chunk.name not in offsets:
+                splitters[chunk.name] = LineSplitter(is_cut=chunk.next_offset > len(chunk.data))
             offsets[chunk.name] = chunk.next_offset
-            splitter = splitters.setdefault(chunk.name, LineSplitter())
-            lines = splitter.add(chunk.data)
-            if is_new and chunk.next_offset > len(chunk.data):
-                lines = lines[1:]  # the first one is the end of a line
-            for line in lines:
+            for line in splitters[chunk.name].add(chunk.data):
                 if not line.startswith(_MARKS):
                     tell(f"{chunk.name} | {line}")
         if any(chunk.has_more for chunk in answer.chunks):

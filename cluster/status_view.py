@@ -77,16 +77,16 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
     router_reasons: list[Text] = []
     for router in status.routers:
         state = router_state(alive=router.alive, draining=router.draining)
-        routers.add_row(router.router_id, state, str(router.restarts), str(router.pid or "-"), _listeners(router))
+        routers.add_row(Text(router.router_id), state, str(router.restarts), str(router.pid or "-"), _listeners(router))
         router_reasons += _reasons(router.router_id, router)
     nodes = _table("node", "CPUs free", "GPUs free", "type", "")
     for node in status.nodes:
         nodes.add_row(
-            node.address,
+            Text(node.address),
             f"{node.free_cpus:.4g} of {node.cpus:g}",
             f"{node.free_gpus:g} of {node.gpus:g}",
-            node.accelerator or "-",
-            "[cyan]drained" if node.drained else "",
+            Text(node.accelerator or "-"),
+            Text("drained", style="cyan") if node.drained else "",
         )
     for shown in (models, groups, *reasons, routers, *router_reasons, nodes):
         console.print(shown)
@@ -100,7 +100,7 @@ def _aside(name: str, text: str) -> Text:
     return Text(f"  {name}: {text}", style="dim")
 
 
-def _model_row(model: control_pb2.ModelStatus) -> tuple[str, ...]:
+def _model_row(model: control_pb2.ModelStatus) -> tuple[str | Text, ...]:
     revision = str(model.revision) if model.revision else "[cyan]removed"
     number_older = sum(group.revision != model.revision for group in model.groups)
     if model.revision and number_older:
@@ -110,7 +110,7 @@ def _model_row(model: control_pb2.ModelStatus) -> tuple[str, ...]:
     ready = f"[{style}]{model.ready_replicas} of {model.wanted_replicas}"
     if scales := bounds(model):
         ready += f" ({scales})"
-    return model.name, ready, revision, ", ".join(splits) or "-", model.path or "-"
+    return Text(model.name), ready, revision, ", ".join(splits) or "-", Text(model.path or "-")
 
 
 def _listeners(router: control_pb2.RouterStatus) -> Text:
@@ -128,12 +128,12 @@ def _table(*columns: str) -> Table:
 def _group_row(group: control_pb2.GroupStatus) -> tuple[str | Text, ...]:
     state = state_name(group)
     return (
-        group.replica_id or group.group_id,
-        f"[{STATE_STYLES.get(state, 'white')}]{state}",
+        Text(group.replica_id or group.group_id),  # rich would take brackets in what others have named for a style
+        Text(state, style=STATE_STYLES.get(state, "white")),
         duration(group.seconds_in_state),
         str(group.revision),
         str(group.restarts),
-        Text(_ranks(group)),  # rich would take the brackets of an address for a style
+        Text(_ranks(group)),
         Text(group.address or "-"),
     )
 
@@ -160,7 +160,7 @@ class StartView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[state]}", markup=False),

@@ -99,7 +99,7 @@ def _models(models: Sequence[ModelView], *, is_wide: bool) -> Table:
     for model in models:
         short = model.ready_replicas < model.wanted_replicas
         table.add_row(
-            model.name,
+            Text(model.name),
             Text(f"{model.ready_replicas}/{model.wanted_replicas}", style="yellow" if short else "green"),
             "-" if model.requests_per_s is None else f"{model.requests_per_s:.1f}",
             _number(model.output_tokens_per_s),
@@ -122,7 +122,7 @@ def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:
     table = _table(*columns, *((f"step {_LATENCY}", "preempt/s", "ranks node:pid") if is_wide else ("ranks",)))
     for group in groups:
         row: list[str | Text] = [
-            group.replica_id or group.group_id,
+            Text(group.replica_id or group.group_id),
             Text(group.state, style=STATE_STYLES.get(group.state, "white")),
             duration(group.seconds_in_state),
             str(group.restarts),
@@ -152,7 +152,7 @@ def _routers(routers: Sequence[RouterView]) -> Table:
     for router in routers:
         failovers = "-" if router.failovers_per_s is None else f"{router.failovers_per_s:.2g}"
         state = router_state(alive=router.alive, draining=router.draining)
-        table.add_row(router.router_id, state, _number(router.in_flight), _number(router.queued), failovers)
+        table.add_row(Text(router.router_id), state, _number(router.in_flight), _number(router.queued), failovers)
     return table
 
 
@@ -160,11 +160,11 @@ def _nodes(nodes: Sequence[NodeView]) -> Table:
     table = _table("node", "ranks", "CPUs used", "GPUs used", "type", "")
     for node in nodes:
         table.add_row(
-            node.address,
+            Text(node.address),
             str(node.ranks),
             f"{node.cpus - node.free_cpus:.3g}/{node.cpus:g}",
             f"{node.gpus - node.free_gpus:.3g}/{node.gpus:g}",
-            node.accelerator or "-",
+            Text(node.accelerator or "-"),
             Text("drained", style="cyan") if node.drained else "",
         )
     return table

@@ -30,4 +30,7 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(text: str | bytes) -> Any:
     """Return what a YAML text says. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, RecursionError) as error:  # a day that no month has, thousands of digits or of brackets
+        raise yaml.YAMLError(str(error)) from error

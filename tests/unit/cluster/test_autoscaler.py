@@ -223,10 +223,16 @@ def test_number_out_of_bounds_is_brought_back_at_once() -> None:
     assert decide([look(time_s, running=10_000) for time_s in range(40)], 1).replicas == 8
 
 
+def test_a_window_has_its_latest_observation_however_short_it_is() -> None:
+    autoscaler = Autoscaler(replace(CONFIG, window_s=1e-11), min_replicas=1, max_replicas=8)
+    assert autoscaler.decide(look(1e7, running=0), 1).replicas == 1  # where a clock has no such small steps
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_kv_usage": 0.0}, "target_kv_usage is 0.0; allowed: more than 0"),
+        ({"target_kv_usage": 0.0}, "target_kv_usage is 0.0; allowed: 1e-06 to 1"),
+        ({"target_requests": 1e-320}, "target_requests is 1e-320; allowed: at least 1e-06"),
         ({"target_goodput": 1.5}, "target_goodput is 1.5; allowed: 0 to 1"),
         ({"upscale_delay_s": -1.0}, "upscale_delay_s is -1.0; allowed: at least 0"),
         ({"idle_s": math.inf}, "idle_s is inf; allowed: a finite number"),

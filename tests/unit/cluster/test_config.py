@@ -221,6 +221,9 @@ def test_section_defaults_are_those_of_the_router() -> None:
         ("- 1\n", "a list; allowed: a mapping"),
         ("# models:\n", "an empty file; allowed: a mapping with the keys"),
         ("a: [1\n", "not YAML"),
+        ("a: 2024-99-99\n", "not YAML: month must be in"),
+        (f"a: {'9' * 5000}\n", "not YAML: Exceeds the limit"),
+        (f"a: {'[' * 5000}\n", "not YAML: maximum recursion depth"),
         ("\xff", "a str; allowed: a mapping"),
     ],
 )
@@ -229,6 +232,14 @@ def test_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: 
     path.write_text(text)
     with pytest.raises(ClusterConfigError, match=message):
         load_cluster_file(path)
+
+
+@pytest.mark.parametrize("text", ["models: &a [*a]\n", "models: [{2024-01-01: 1}]\n"])
+def test_what_json_cannot_say_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterConfigError, match="the settings cannot be written as JSON"):
+        build_spec(load_cluster_file(path))
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_tables_show_models_groups_routers_and_nodes_within_the_width(width: int
     assert ("10.0.0.1:42" in words) == (width == 160)
 
 
-@pytest.mark.parametrize("name", ["weft-tiny", "meta-llama/Llama-3.1-8B-Instruct"])
+@pytest.mark.parametrize("name", ["weft-tiny", "meta-llama/Llama-3.1-8B-Instruct", "tiny[/v2][fp8]"])
 def test_every_number_of_a_model_is_seen_at_80_columns(name: str) -> None:
     latencies = {"weft_router_ttft_seconds": (2.0, 4.0, 8.0), "weft_router_tpot_seconds": (0.01, 1.0, 40.0)}
     pages = [

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -139,6 +140,19 @@ def test_wait_lasts_until_the_model_is_as_wanted(console: Console, out: io.Strin
     assert len(fake.statuses) == 1
     assert out.getvalue().splitlines()[0] == "m: 1 -> 2 replicas"
     assert out.getvalue().splitlines()[-1] == "As wanted."
+
+
+def test_brackets_of_a_name_are_no_style(console: Console, out: io.StringIO) -> None:
+    named = model((2, READY), (2, READY), (2, FAILED))
+    named.name, named.groups[2].detail = "m[/v2]", "no [/file]"
+    client = FakeClient(statuses=[named]).client
+    scale_model(client, "m[/v2]", 2, console, wait_s=None)
+    roll_model(client, "m[/v2]", [], console, undo=False, wait_s=None)
+    drain_target(client, "m[/v2]", console, grace_s=None, undo=True, wait_s=None)
+    told = ("m[/v2]: 1 -> 2 replicas", "m[/v2] goes to revision 2", "m[/v2] takes groups again")
+    assert all(line in out.getvalue().splitlines() for line in told)
+    drain_target(client, "m-0", console, grace_s=None, undo=False, wait_s=None)
+    assert "has failed: no [/file]" in out.getvalue()
 
 
 def test_number_set_by_hand_is_where_a_model_goes_on_that_scales_by_itself(console: Console, out: io.StringIO) -> None:
@@ -319,6 +333,9 @@ def test_settings_are_nested_and_read_as_yaml(tmp_path: Path) -> None:
         parse_settings(["dtype"])
     with pytest.raises(ClusterConfigError, match=r"--set cache\.num_blocks: cache is 2 by another --set; allowed"):
         parse_settings(["cache=2", "cache.num_blocks=512"])
+    for value in ("2024-99-99", "9" * 5000, "[" * 5000):
+        with pytest.raises(ClusterConfigError, match="allowed: a YAML value"):
+            parse_settings([f"dtype={value}"])
 
 
 def chunk(name: str, data: bytes, end: int, *, has_more: bool = False) -> control_pb2.LogChunk:
@@ -390,6 +407,31 @@ def test_logs_that_are_not_followed_fail_with_the_controller() -> None:
     fake = FakeClient(pieces=[[chunk("a", b"", 1, has_more=True)], ControllerError("no controller answers")])
     with pytest.raises(ControllerError, match="no controller answers"):
         show_logs(fake.client, "", follows=False, tail_bytes=10, tell=print)
+
+
+@pytest.mark.parametrize(
+    ("tail_bytes", "told"),
+    [(99, ["one", "two", "three"]), (11, ["two", "three"]), (10, ["two", "three"]), (9, ["three"]), (0, [])],
+)
+def test_tail_of_a_log_has_the_lines_that_begin_in_it(tail_bytes: int, told: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\ntwo\nthree\n")
+    lines: list[str] = []
+
+    def read(target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> control_pb2.ReadLogsResponse:
+        piece = read_piece(str(path), None, tail_bytes, 100)
+        assert piece is not None
+        return control_pb2.ReadLogsResponse(chunks=[chunk("a", piece.data, piece.next_offset)])
+
+    client = cast(ControlClient, SimpleNamespace(read_logs=read))
+    show_logs(client, "", follows=False, tail_bytes=tail_bytes, tell=lines.append)
+    assert lines == [f"a | {line}" for line in told]
+
+
+def test_line_that_is_cut_is_left_out_though_it_comes_in_pieces() -> None:
+    splitter = LineSplitter(is_cut=True)
+    assert splitter.add(b"end of") == splitter.add(b" a") == []
+    assert splitter.add(b" line\nwhole\n") == ["whole"]
 
 
 def test_line_that_never_ends_is_told_in_parts() -> None:

@@ -127,6 +127,19 @@ def test_router_that_finishes_its_requests_is_told_to_drain() -> None:
     assert "  router-0: finishes its requests" in lines
 
 
+def test_brackets_of_names_are_no_style() -> None:
+    status = status_with(READY, router_alive=True)
+    model, name = status.models[0], "m[/v2][fp8]"
+    model.name, model.path, model.groups[0].group_id, model.groups[0].replica_id = name, f"/{name}", name, name
+    status.routers[0].router_id = name
+    status.nodes.add(address=name, accelerator=name)
+    out = io.StringIO()
+    print_status(Console(file=out, width=160), status)
+    assert out.getvalue().count(name) >= 6
+    with StartView(Console(file=io.StringIO(), width=160, force_terminal=True)) as view:
+        view.show(status)
+
+
 def test_ipv6_addresses_are_shown_whole() -> None:
     ranks = [control_pb2.RankStatus(rank=rank, node="fd00::2", pid=70 + rank) for rank in range(2)]
     group = control_pb2.GroupStatus(group_id="m-0", state=READY, ranks=ranks, address="[fd00::2]:7000")
