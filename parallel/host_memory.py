@@ -7,18 +7,19 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from threading import Thread, main_thread
 
 import torch
 from torch import Tensor
+
+from parallel.available_memory import available_bytes, total_bytes
 
 _HUGE_PAGE, _PIECE, _CACHE_LINE = 2 << 20, 64 << 20, 64
 """Bytes; a piece is what `HugePages` asks the system for at once."""
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 4, 14, 22, 23  # of Linux
 _LOOK_S = 0.1
 _SCARCE = 0.1
-"""Share of the machine's memory: no more is taken early when less is available."""
+"""Share of the memory that there is: no more is taken early when less is available."""
 
 
 def release_free_memory() -> None:
@@ -110,17 +111,11 @@ def _populate(get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bo
         num_blocks = -(-_HUGE_PAGE // rows_RBX[0, 0].nbytes)
         index, row = divmod(piece, len(rows_RBX))
         first = index * num_blocks
-        if first >= rows_RBX.shape[1] or (row == 0 and _is_memory_scarce()):
+        if first >= rows_RBX.shape[1] or (row == 0 and available_bytes() < _SCARCE * total_bytes()):
             return
         _advise_touched(rows_RBX[row, first : first + num_blocks], _MADV_POPULATE_WRITE)
         piece += 1
         del rows_RBX
-
-
-def _is_memory_scarce() -> bool:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    size = {name: int(kib.split()[0]) for name, kib in (line.split(":") for line in lines)}
-    return size["MemAvailable"] < _SCARCE * size["MemTotal"]
 
 
 def leave(x: Tensor) -> None:

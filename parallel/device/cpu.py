@@ -1,7 +1,6 @@
 """The CPU as a device: memory belongs to every process of the machine, or of the container that limits it."""
 
 import logging
-import os
 import resource
 import sys
 import time
@@ -12,9 +11,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from parallel.available_memory import available_bytes, read_field, total_bytes
+
 _PROC_SELF = Path("/proc/self")
-_MEMORY_INFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 _SLOW_IN_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 """CPU capabilities, as torch names them, whose bfloat16 products are many times slower than those of float32."""
 
@@ -49,22 +48,17 @@ class CpuDevice:
 
     def total_memory_bytes(self) -> int:
         """The machine's memory, or less where a container is limited to less."""
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limit = _read_number(_CGROUP / "memory.max")
-        return installed if limit is None else min(installed, limit)
+        return total_bytes()
 
     def free_memory_bytes(self) -> int:
         """What new allocations can have without swapping, in the machine and in the container."""
-        available = _read_field(_MEMORY_INFO, "MemAvailable")
-        free = self.total_memory_bytes() if available is None else available
-        limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
-        return free if limit is None or used is None else max(0, min(free, limit - used))
+        return available_bytes()
 
     def peak_memory_bytes(self) -> int:
         """The largest resident size of this process."""
-        peak = _read_field(_PROC_SELF / "status", "VmHWM")
+        peak = read_field(_PROC_SELF / "status", "VmHWM:")
         if peak is not None:
-            return peak
+            return peak * 1024
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -84,22 +78,3 @@ class CpuDevice:
     def start_copy(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Return them at once: they are on the host already."""
         return lambda: list(tensors)
-
-
-def _read_number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # absent, or "max"
-        return None
-
-
-def _read_field(file: Path, name: str) -> int | None:
-    """The bytes of a line `Name:   123 kB`."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return None

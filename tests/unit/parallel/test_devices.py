@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel import available_memory
 from parallel.device.cpu import CpuDevice
 from parallel.device.select import select_device
 from parallel.errors import DeviceError
@@ -22,6 +23,31 @@ def test_cpu_knows_its_memory() -> None:
     device = CpuDevice()
     assert 0 < device.free_memory_bytes() <= device.total_memory_bytes()
     assert device.peak_memory_bytes() < device.total_memory_bytes()
+
+
+def test_memory_is_the_containers_where_that_has_less_and_files_that_it_read_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = CpuDevice()
+    monkeypatch.setattr(available_memory, "_CGROUP", tmp_path)
+    whole = device.total_memory_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text(f"{50 * MIB}\n")
+    assert device.total_memory_bytes() == whole
+    (tmp_path / "memory.max").write_text(f"{64 * MIB}\n")
+    assert (device.total_memory_bytes(), device.free_memory_bytes()) == (64 * MIB, 14 * MIB)
+    (tmp_path / "memory.stat").write_text(f"anon {10 * MIB}\n\ninactive_file {30 * MIB}\nactive_file 9\n")
+    assert device.free_memory_bytes() == 44 * MIB
+    (tmp_path / "memory.current").write_text(f"{100 * MIB}\n")
+    assert device.free_memory_bytes() == 0
+
+
+def test_memory_is_the_machines_where_no_system_tells_what_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(available_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(available_memory, "_MEMORY_INFO", tmp_path / "meminfo")
+    assert CpuDevice().free_memory_bytes() == CpuDevice().total_memory_bytes() > 0
 
 
 def test_cpu_marks_are_moments() -> None:

@@ -3,12 +3,13 @@
 import gc
 import mmap
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from parallel import host_memory
+from parallel import available_memory, host_memory
 from parallel.host_memory import HugePages, forget, forget_storage, populate_when_idle
 
 PAGE = mmap.PAGESIZE
@@ -163,3 +164,17 @@ def test_scarce_memory_is_left_to_who_writes_it(new_rows: torch.Tensor, monkeypa
     monkeypatch.setattr(host_memory, "_SCARCE", 1.1)
     populate(new_rows)
     assert num_pages_there(new_rows) == 0
+
+
+def test_what_a_container_lacks_is_left_too(
+    new_rows: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system ends the process in a container that takes more than it may have."""
+    monkeypatch.setattr(available_memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000")
+    (tmp_path / "memory.current").write_text("900001")
+    populate(new_rows)
+    assert num_pages_there(new_rows) == 0
+    (tmp_path / "memory.current").write_text("900000")
+    populate(new_rows)
+    assert num_pages_there(new_rows) == 2 * 40 * 64
