@@ -6,6 +6,7 @@ Whatever goes wrong is one clear line on stderr: exit code 2 for a wrong flag or
 import errno
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,17 @@ Timeout = Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Give u
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(format="%(levelname).1s %(name)s: %(message)s")
-    run_and_report(app)
+    run_and_report(_run)
+
+
+def _run() -> None:
+    for argument in sys.argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:  # no message to a controller or a router could hold it
+            seen = os.fsencode(argument)
+            raise ClusterConfigError(f"the argument {seen!r} is no UTF-8; allowed: names and paths that are") from error
+    app()
 
 
 def run_and_report(command: Callable[[], object]) -> None:

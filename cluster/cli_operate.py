@@ -14,6 +14,15 @@ from cluster.imports import import_for_good
 if TYPE_CHECKING:
     from cluster.control_client import ControlClient
 
+
+def _named(name: str) -> str:
+    """Refuse what a variable of a shell is where nobody set it; to the controller it names the only model."""
+    if not name:
+        raise typer.BadParameter("it is empty; allowed: a name")
+    return name
+
+
+_Model = Annotated[str, typer.Argument(help="Name of the model.", callback=_named)]
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done.")]
 _Timeout = Annotated[float, typer.Option(min=0, help="With --wait: give up after so many seconds.")]
 _WAIT_S = 1800.0  # as long as a model may take to load, by default
@@ -43,7 +52,7 @@ def apply(
 @with_control
 def scale(
     client: "ControlClient",
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    model: _Model,
     replicas: Annotated[int, typer.Argument(min=0, max=2**31 - 1, help="Number of replica groups.")],
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
@@ -57,7 +66,7 @@ def scale(
 @with_control
 def rollout(
     client: "ControlClient",
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    model: _Model,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="dotted.path=value, as in the model's section of the file; may be repeated."),

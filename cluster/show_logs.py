@@ -13,6 +13,8 @@ _MARKS = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes for its own reader of logs."""
 _MOST_BYTES_A_LINE = 64 << 10
 """A longer line is told in parts."""
+_ALL_BYTES = 1 << 40
+"""More than a log has."""
 
 
 class LineSplitter:
@@ -55,17 +57,21 @@ def show_logs(
 ) -> None:
     """Print what the logs of a process, a replica, a model or everything hold; with `follows`, for ever.
 
+    Of those that are there at first the last `tail_bytes` are told, of those that begin later everything.
+
     Raises ControllerError; with `follows`, what Patience does.
     """
     offsets: dict[str, int] = {}
     splitters: dict[str, LineSplitter] = {}
     patience = Patience(sleep=sleep)
+    tail_bytes += 1  # the first tells whether a line begins
 
     def read() -> control_pb2.ReadLogsResponse:
-        return client.read_logs(target, offsets, tail_bytes=tail_bytes + 1)  # the first tells whether a line begins
+        return client.read_logs(target, offsets, tail_bytes=tail_bytes)
 
     while True:
         answer = patience.ask(read) if follows else read()
+        tail_bytes = _ALL_BYTES
         patience.note_stopping(is_stopping=answer.stopping)
         for chunk in answer.chunks:
             if chunk.name not in offsets:

@@ -97,6 +97,12 @@ def test_what_is_no_address_is_refused(arguments: list[str]) -> None:
     assert f"{arguments[-2]}: {arguments[-1]!r} is no address; allowed: host:port" in str(refused)
 
 
+@pytest.mark.parametrize("arguments", [["scale", "", "2"], ["rollout", "", "--undo"]])
+def test_name_that_no_variable_of_the_shell_held_is_refused(arguments: list[str]) -> None:
+    refused = CliRunner().invoke(weft, [*arguments, "--control", "127.0.0.1:1"])
+    assert (refused.exit_code, "it is empty; allowed: a name" in refused.output) == (2, True)
+
+
 def test_more_of_a_log_than_a_message_can_ask_for_is_refused() -> None:
     refused = CliRunner().invoke(weft, ["logs", "--tail-kb", str(2**54), "--control", "127.0.0.1:1"])
     assert (refused.exit_code, "--tail-kb" in refused.output) == (2, True)

@@ -33,3 +33,11 @@ def test_command_itself_is_interrupted_as_ever(monkeypatch: pytest.MonkeyPatch) 
     before = signal.getsignal(signal.SIGINT)
     main()
     assert handlers == [before]
+
+
+def test_argument_that_is_no_text_is_refused_in_one_line() -> None:
+    weft = "from cluster.command import main; main()"
+    command = [sys.executable, "-c", weft, "scale", b"m\xff", "2", "--control", "127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = "Error: the argument b'm\\xff' is no UTF-8; allowed: names and paths that are\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)

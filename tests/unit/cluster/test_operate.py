@@ -428,6 +428,30 @@ def test_tail_of_a_log_has_the_lines_that_begin_in_it(tail_bytes: int, told: lis
     assert lines == [f"a | {line}" for line in told]
 
 
+def test_log_that_begins_while_others_are_followed_is_told_whole(tmp_path: Path) -> None:
+    looks: list[list[str]] = [["early"], ["early", "late"]]
+    offsets: list[dict[str, int]] = []
+    lines: list[str] = []
+    for name in looks[1]:
+        (tmp_path / name).write_bytes(b"one\ntwo\n")
+
+    def read(target: str, known: Mapping[str, int], *, tail_bytes: int) -> control_pb2.ReadLogsResponse:
+        offsets.append(dict(known))
+        pieces = {name: read_piece(str(tmp_path / name), known.get(name), tail_bytes, 100) for name in looks.pop(0)}
+        chunks = [chunk(name, piece.data, piece.next_offset) for name, piece in pieces.items() if piece]
+        return control_pb2.ReadLogsResponse(chunks=chunks)
+
+    def sleep(_: float) -> None:
+        if not looks:
+            raise KeyboardInterrupt
+
+    client = cast(ControlClient, SimpleNamespace(read_logs=read))
+    with pytest.raises(KeyboardInterrupt):
+        show_logs(client, "", follows=True, tail_bytes=4, tell=lines.append, sleep=sleep)
+    assert lines == ["early | two", "late | one", "late | two"]
+    assert offsets == [{}, {"early": 8}]
+
+
 def test_line_that_is_cut_is_left_out_though_it_comes_in_pieces() -> None:
     splitter = LineSplitter(is_cut=True)
     assert splitter.add(b"end of") == splitter.add(b" a") == []
