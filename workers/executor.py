@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from workers.errors import GroupFailedError
@@ -173,6 +173,7 @@ class RankSteps:
         self._is_joined = runner.execution is StepExecution.JOINED
         needs_thread = runner.execution is StepExecution.COMPUTED and runner.lookahead is not Lookahead.NEVER
         self._thread = ThreadPoolExecutor(1, "steps") if needs_thread else None
+        self._latest: Future[ModelOutput | None] | None = None  # in the thread
         self._prepared: deque[StepWork] = deque()
         self._started: deque[Callable[[], ModelOutput | None]] = deque()
 
@@ -180,7 +181,8 @@ class RankSteps:
         """Prepare a step, and start it after those before it, or have it ready for that."""
         work = self._runner.prepare(plan)
         if self._thread is not None:
-            self._started.append(self._thread.submit(lambda: self._runner.start(work)()).result)
+            self._latest = self._thread.submit(self._run, work, self._latest)
+            self._started.append(self._latest.result)
         elif self._is_queued:
             self._started.append(self._runner.start(work))
         else:
@@ -201,6 +203,11 @@ class RankSteps:
             self._thread.shutdown(cancel_futures=True)
         while self._is_joined and self._started:
             self._started.popleft()()
+
+    def _run(self, work: StepWork, before: Future[ModelOutput | None] | None) -> ModelOutput | None:
+        if before is not None:
+            before.result()  # where it failed others may wait in it, and this one would wait for them
+        return self._runner.start(work)()
 
     def _start_one(self) -> None:
         if self._is_joined and self._prepared and not self._started:

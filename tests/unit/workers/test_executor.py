@@ -1,5 +1,6 @@
 """When a rank's step is started: at once where its device works by itself, else when somebody waits for it."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,29 @@ def test_planned_ahead_a_busy_step_runs_in_a_thread_and_in_order() -> None:
     done = [event for event in runner.events if "prepare" not in event]
     assert done == ["start 0", "finish 0", "start 1", "finish 1"]
     steps.close()
+
+
+def test_planned_ahead_no_step_begins_after_one_that_failed() -> None:
+    """It would wait for ranks that are still in that one, as long as a step may take."""
+    runner = FakeRunner(StepExecution.COMPUTED, Lookahead.ALWAYS)
+    is_planned = threading.Event()
+    begin = runner.start
+
+    def start(number: int) -> Callable[[], ModelOutput]:
+        finish = begin(number)
+        is_planned.wait(60)
+        return finish if number != 1 else lambda: pytest.fail("rank 1 hangs")
+
+    runner.start = start  # type: ignore[method-assign]
+    steps = steps_of(runner)
+    for number in range(4):
+        steps.start(plan(number))
+    is_planned.set()
+    assert steps.finish() == ModelOutput(0, [], [])
+    with pytest.raises(pytest.fail.Exception, match="rank 1 hangs"):
+        steps.finish()
+    steps.close()
+    assert [event for event in runner.events if "start" in event] == ["start 0", "start 1"]
 
 
 @pytest.mark.parametrize("lookahead", Lookahead)
