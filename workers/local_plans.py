@@ -6,15 +6,19 @@ before it sleeps. Only plans go this way, and only small ones: everything else, 
 connection of zmq that each rank has as well (transport.py).
 """
 
+import fcntl
 import os
+import secrets
 import socket
 import struct
-import tempfile
+import termios
 import time
-from pathlib import Path
 
 MAX_BYTES = 64 << 10
-"""Largest plan that goes this way; the buffer of a socket holds several."""
+"""Largest plan that goes this way, while no more than so many bytes wait to be received: the first stage of a pipeline
+sends plans to all the others before it computes what these then wait for."""
+_BUFFER_BYTES = 4 * MAX_BYTES
+"""Room for that, and for more of what stands for the plans after these than are ever in flight."""
 WAIT_S = 1
 """How long a rank waits for a message before it looks whether its leader lives; the socket tells of an end at once."""
 LOOK_S = 1e-3
@@ -30,19 +34,18 @@ class PlanSender:
     """The leader's end. Ranks that are not on this machine, or cannot, never come to it."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="weft-")  # nobody else's: what lies in it is not checked
         self._listener: socket.socket | None = None
         self._lines: dict[int, socket.socket] = {}
-        self.path = str(Path(self._folder.name) / "plans")
+        self.name = f"weft-{secrets.token_hex(16)}"
         """Where ranks on this machine connect; empty when this system cannot."""
         try:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._listener.bind(self.path)
+            self._listener.bind(_address(self.name))
             self._listener.listen(1024)
             self._listener.setblocking(False)
-        except OSError:  # no such sockets, or a temporary folder with too long a path
+        except OSError:  # no such sockets or names
             self._close_door()
-            self.path = ""
+            self.name = ""
 
     def admit(self) -> None:
         """Take in the ranks that have connected so far; none can any more."""
@@ -53,7 +56,10 @@ class PlanSender:
                 self._close_door()
                 return
             line.setblocking(False)
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_BYTES)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            if not _is_ours(line):
+                line.close()
+                continue
             (rank,) = struct.unpack("=I", line.recv(4))
             self._lines[rank] = line
 
@@ -62,7 +68,7 @@ class PlanSender:
         line = self._lines.get(rank)
         if line is None:
             return False
-        is_small = len(message) <= MAX_BYTES
+        is_small = len(message) <= MAX_BYTES and _num_waiting(line) < MAX_BYTES
         try:
             line.send(message if is_small else _ELSEWHERE)
         except BlockingIOError:
@@ -83,7 +89,6 @@ class PlanSender:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        self._folder.cleanup()
 
 
 class PlanReceiver:
@@ -97,12 +102,14 @@ class PlanReceiver:
         """Whether the next message comes this way. If not, none is received before `resume`, or ever if it ended."""
 
     @classmethod
-    def connect(cls, path: str, rank: int) -> "PlanReceiver | None":
+    def connect(cls, name: str, rank: int) -> "PlanReceiver | None":
         """Connect to the leader, before this rank's first report; None when it is on another machine."""
         line = None
         try:
             line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            line.connect(path)
+            line.connect(_address(name))
+            if not _is_ours(line):
+                raise PermissionError(f"{name} is somebody else's")
             line.send(struct.pack("=I", rank))
         except OSError:
             if line is not None:
@@ -154,3 +161,21 @@ class PlanReceiver:
     def close(self) -> None:
         """End it."""
         self._line.close()
+
+
+def _address(name: str) -> str:
+    """A name without a file, which is free as soon as its process has ended (unix(7): abstract)."""
+    return f"\0{name}"
+
+
+def _is_ours(line: socket.socket) -> bool:
+    """Whether the process at the other end belongs to the user of this one: every user may take and use such names."""
+    credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user_id, _ = struct.unpack("3i", credentials)
+    return bool(user_id == os.geteuid())
+
+
+def _num_waiting(line: socket.socket) -> int:
+    """Bytes of memory of what was sent, and not received yet."""
+    (num_bytes,) = struct.unpack("i", fcntl.ioctl(line, termios.TIOCOUTQ, bytes(4)))
+    return int(num_bytes)

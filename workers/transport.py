@@ -124,7 +124,7 @@ class LeaderLink:
         self._context = zmq.Context()
         self._peers = {rank: _Peer(self._context) for rank in ranks}
         self._local = PlanSender()
-        self.endpoints = {rank: f"{peer.bind(host)} {self._local.path}" for rank, peer in self._peers.items()}
+        self.endpoints = {rank: f"{peer.bind(host)} {self._local.name}" for rank, peer in self._peers.items()}
         """Where each rank connects, from anywhere and on this machine."""
         self._chain = PlanChain()
         self._reports: dict[int, list[int]] = {rank: [] for rank in self._peers}
@@ -240,8 +240,8 @@ class RankLink:
         self._rank = rank
         self._context = zmq.Context()
         self._peer = _Peer(self._context)
-        address, _, local_path = endpoint.partition(" ")
-        self._local = PlanReceiver.connect(local_path, rank)
+        address, _, local_name = endpoint.partition(" ")
+        self._local = PlanReceiver.connect(local_name, rank)
         self._peer.socket.connect(address)
         self._chain = PlanChain()
         self._poller = select.poll()  # a third of the time of zmq's until a message is here

@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -133,9 +132,9 @@ def test_large_plans_keep_their_place_among_small_ones() -> None:
 
 def test_a_rank_on_another_machine_gets_its_plans() -> None:
     leader = LeaderLink(HOST, [1])
-    address, _, path = leader.endpoints[1].partition(" ")
-    assert path
-    in_thread(lambda: echo_rank(f"{address} /nowhere/plans", 1))
+    address, _, name = leader.endpoints[1].partition(" ")
+    assert name
+    in_thread(lambda: echo_rank(f"{address} weft-nowhere", 1))
     leader.gather(120.0)
     leader.proceed(7)
     assert echoes(leader, [plan(1), plan(2, 9000), plan(3)]) == [1, 2, 3]
@@ -166,23 +165,50 @@ def test_a_rank_that_reads_no_plans_is_named() -> None:
     leader.close()
 
 
-def test_nothing_of_the_meeting_place_is_left() -> None:
-    leader, _ = start(1)
-    path = Path(leader.endpoints[1].partition(" ")[2])
-    assert not path.parent.exists(), "all have come"
+def test_plans_wait_for_a_stage_however_large_and_many_are_in_flight() -> None:
+    """The first stage of a pipeline computes when it has sent as many plans as there are stages."""
+    leader = LeaderLink(HOST, [1])
+    all_sent, received = threading.Event(), queue.Queue[int]()
+    sizes = [5000] * 40 + [2] * 20
+    assert 0.8 * MAX_BYTES < len(msgspec.msgpack.encode(plan(1, sizes[0]))) < MAX_BYTES
+
+    def follow() -> None:
+        with RankLink(leader.endpoints[1], 1) as link:
+            link.report(0, 120.0)
+            all_sent.wait(120)
+            while (each := link.receive_plan()) is not None:
+                received.put(each.number)
+
+    thread = in_thread(follow)
+    leader.gather(120.0)
+    leader.proceed(0)
+    for number, size in enumerate(sizes):
+        leader.send_plan(plan(number, size))
+    all_sent.set()
+    assert [received.get(timeout=60) for _ in sizes] == list(range(len(sizes)))
     leader.close()
-    alone = LeaderLink(HOST, [1])
-    path = Path(alone.endpoints[1].partition(" ")[2])
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    alone.close()
-    assert not path.parent.exists()
+    thread.join(10)
+
+
+def test_processes_of_other_users_are_no_ranks_and_no_leaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = PlanSender()
+    stranger = PlanReceiver.connect(sender.name, 1)
+    assert stranger is not None
+    monkeypatch.setattr(os, "geteuid", lambda: -2)
+    assert PlanReceiver.connect(sender.name, 1) is None
+    sender.admit()
+    assert not sender.send(1, b"a plan")
+    assert stranger.receive() is None
+    assert not stranger.has_next, "it was turned away"
+    stranger.close()
+    sender.close()
 
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[PlanSender, PlanReceiver]]:
     """A rank that has its first message, and gives up a wait after a moment."""
     sender = PlanSender()
-    receiver = PlanReceiver.connect(sender.path, 1)
+    receiver = PlanReceiver.connect(sender.name, 1)
     assert receiver is not None
     receiver._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 1000))
     sender.admit()
