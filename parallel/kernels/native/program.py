@@ -148,7 +148,7 @@ class Program:
         self._groups = (GroupStep * len(caches))()
         """What each group of layers with a meta in common has in a step; as many as the step has metas are used."""
         self._num_groups = 0
-        self._angles = (AnglesStep * max(1, len(tape.angles)))()
+        self._angles = (AnglesStep * tape.num_angles)()
         self._step = Step(
             buffers=ctypes.addressof(self._buffers),
             widths=ctypes.addressof(self._widths),
@@ -248,7 +248,7 @@ class Program:
         self._place_buffers(x_TE, out_TE)
         self._place_metas(metas)
         positions = None if positions_T is None else positions_T.data_ptr()
-        for step, pair in zip(self._angles, angles, strict=False):
+        for step, pair in zip(self._angles, angles, strict=True):
             if pair:
                 step.cos, step.sin, step.half = pair[0].data_ptr(), pair[1].data_ptr(), pair[0].shape[1]
                 step.positions = positions

@@ -59,7 +59,9 @@ class Tape:
         self._itemsize = x_TE.itemsize
         self._buffers: dict[int, int] = {}
         self._kept: list[Any] = []  # while these live, no other tensor gets their memory, no other object their id
-        self.angles = {_memory(pair[0]): index for index, pair in enumerate(angles) if pair}
+        self.num_angles = len(angles)
+        """Kinds of rotation, that of layers which do not rotate included."""
+        self._angles = {_memory(pair[0]): index for index, pair in enumerate(angles) if pair}
         self._layers = {id(cache): index for index, cache in enumerate(caches)}  # several may share their memory
         self.write(x_TE)
 
@@ -150,7 +152,7 @@ class Tape:
 
     def rotary(self, x_TNH: Tensor, cos_TR: Tensor, *, is_interleaved: bool) -> None:
         """Note the rotation of queries, or of keys, in place."""
-        index = self.angles.get(_memory(cos_TR))
+        index = self._angles.get(_memory(cos_TR))
         if index is None:
             raise CannotRecordError("angles that are not those of the step")
         _, num_heads, head_dim = x_TNH.shape

@@ -91,6 +91,24 @@ def test_compiled_layers_give_the_same_bits(
     assert (compiled(decoders[0])._program is not None) == is_compiled
 
 
+def test_layers_that_rotate_may_follow_one_that_does_not(tmp_path: Path) -> None:
+    config = CONFIG | {
+        "model_type": "cohere2",
+        "head_dim": 64,
+        "sliding_window": 40,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    }
+    decoders = [load(tmp_path / "model", config, build(kind)) for kind in (NativeCpuKernels, EagerKernels)]
+    caches = [filled_caches(decoder, 120) for decoder in decoders]
+    for spans in STEPS:
+        meta = make_meta(sorted(spans, key=lambda span: span[0] != 1), block_size=BLOCK_SIZE, num_blocks=120)
+        fast, eager = (run(decoder, of, meta) for decoder, of in zip(decoders, caches, strict=True))
+        assert torch.equal(fast, eager)
+    program = compiled(decoders[0])._program
+    assert program is not None
+    assert len(program._angles) == 2, "room for both kinds, which operations find by their place among them"
+
+
 def test_layers_of_two_groups_that_share_memory_keep_to_their_blocks(tmp_path: Path) -> None:
     windows = {
         "model_type": "qwen3",
