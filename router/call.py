@@ -69,6 +69,8 @@ class GenerateCall:
     """The holder of the API key that came with the call; None: the router needs none."""
     request: OneRequest = field(default_factory=OneRequest)
     """What counts against the key's rate; the choices of one HTTP request share it."""
+    counts_prompt: bool = True
+    """False where another choice of the same prompt counts it, for metrics, logs and rates as in the usage."""
     trace_context: TraceContext = ()
     """Trace context of the client's span; empty: it has none."""
 

@@ -53,7 +53,7 @@ class CallAccount:
 
     def accept(self, request: PreparedRequest) -> None:
         """Note that its values are allowed, and what they become."""
-        num_prompt_tokens = len(request.prompt_token_ids)
+        num_prompt_tokens = len(request.prompt_token_ids) if request.counts_prompt else 0
         self._meter.accept(request.request_id, num_prompt_tokens)
         self.span.set(weft__request_id=request.request_id)
         self._spend(num_prompt_tokens)
@@ -69,7 +69,8 @@ class CallAccount:
         self._spend(num_tokens)
         if delta.finished is not None:
             self._outcome = finish_reason(delta.finished.reason)
-            self._meter.num_cached_tokens = delta.finished.usage.cached_tokens
+            if self._call.counts_prompt:
+                self._meter.num_cached_tokens = delta.finished.usage.cached_tokens
 
     def __enter__(self) -> Self:
         return self

@@ -163,6 +163,7 @@ class Dispatcher:
             deadline_s=deadline_s,
             text=text,
             eos_token_id=tokenizer.eos_token_id,
+            counts_prompt=call.counts_prompt,
         )
 
     async def _max_context(self, route: ModelRoute) -> int:

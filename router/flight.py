@@ -56,6 +56,8 @@ class PreparedRequest:
     """The tokenizer that made its tokens: it may go only to replicas that run the same."""
     eos_token_id: int | None
     """Of that tokenizer."""
+    counts_prompt: bool
+    """As in GenerateCall."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,8 +265,9 @@ class Flight:
         self._metrics.choices.labels(self._route.name, choice.reason).inc()
         if self._first_prediction is None:
             self._first_prediction = min(predicted, len(request.prompt_token_ids))
-            self._metrics.prompt_tokens.labels(self._route.name).inc(len(request.prompt_token_ids))
-            self._metrics.predicted_tokens.labels(self._route.name).inc(self._first_prediction)
+            if request.counts_prompt:
+                self._metrics.prompt_tokens.labels(self._route.name).inc(len(request.prompt_token_ids))
+                self._metrics.predicted_tokens.labels(self._route.name).inc(self._first_prediction)
         logger.debug("request %s goes to %s (%s)", wire_id, link.replica_id, choice.reason)
         if self._is_held:
             self._is_held = False
@@ -324,7 +327,8 @@ class Flight:
                 finished.stop_string = ending.stop_string
             case "stop_token_id":
                 finished.stop_token_id = ending.stop_token_id
-        self._metrics.cached_tokens.labels(self._route.name).inc(finished.usage.cached_tokens)
+        if self._request.counts_prompt:
+            self._metrics.cached_tokens.labels(self._route.name).inc(finished.usage.cached_tokens)
         return finished
 
     def _usage(self, last: inference_pb2.Usage) -> inference_pb2.Usage:

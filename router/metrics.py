@@ -120,7 +120,7 @@ class RequestMeter:
         """Empty until the model is known to be served, so that clients cannot make up label values."""
         self.tenant = NO_TENANT
         self.num_prompt_tokens = 0
-        """0 until the request is known to be valid."""
+        """0 until the request is known to be valid, and where another choice of the prompt counts it."""
         self.num_cached_tokens = 0
         """Prompt tokens that replicas found in their caches, as the request's usage tells."""
         self._target_ttft_s, self._target_tpot_s = metrics.config.slo_ttft_s, metrics.config.slo_tpot_s

@@ -159,6 +159,7 @@ class GenerationRequest(Struct, kw_only=True):
                     target_ttft_s=self.target_ttft_s,
                     target_tpot_s=self.target_tpot_s,
                     request_id=f"{response_id}-{prompt_index * self.num_choices + choice}",
+                    counts_prompt=choice == 0,
                     **prompt,
                 )
 

@@ -20,6 +20,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     result: str | None
     """met, ttft_missed, tpot_missed or failed, by its targets; None: its client ended it, or never began it well."""
     prompt_tokens: int
+    """0 where another choice of the same prompt counts it, as are `cached_tokens`."""
     cached_tokens: int
     generation_tokens: int
     ttft_s: float | None

@@ -304,6 +304,21 @@ async def test_tokenizing_counts_as_a_request_and_its_tokens_do_not(write: Calla
             assert (await http.post(path_of, json=body)).status_code == 429
 
 
+async def test_prompt_of_several_choices_is_spent_once(write: Callable[..., Path]) -> None:
+    path = write({"tokens_per_minute": 30})
+    known = {"authorization": f"Bearer {ALICE}"}
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, api_keys=str(path), http_port=0)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", headers=known) as http,
+        AsyncClient(router.addresses.grpc, api_key=ALICE, timeout_s=10) as client,
+    ):
+        await client.wait_ready(10)
+        body = {"prompt": "x" * 12, "n": 4, "max_tokens": 1}  # 13 and 4 tokens
+        statuses = [(await http.post("/v1/completions", json=body)).status_code for _ in range(3)]
+    assert statuses == [200, 200, 429]
+
+
 def test_a_rate_that_changed_in_the_file_is_the_new_one(write: Callable[..., Path]) -> None:
     keys = ring(write({"requests_per_minute": 1}))
     keys.identify(f"Bearer {ALICE}").admit(OneRequest())

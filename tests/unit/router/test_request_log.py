@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from helpers.fake_replica import FakeReplica
 from helpers.router_harness import RunningRouter, router_config, running_router, text_request
@@ -133,6 +134,32 @@ async def test_line_tells_whose_request_it_was_and_what_it_cost(caplog: pytest.L
     assert (second["model"], second["tenant"]) == ("tiny", TenantNames(1).name(None, "red"))
     assert (second["prompt_tokens"], second["cached_tokens"], second["generation_tokens"]) == (13, 12, 3)
     assert 0 < second["ttft_s"] <= second["ttft_s"] + 2 * second["tpot_s"] <= second["e2e_s"] + 1e-9
+
+
+async def test_usage_counters_and_lines_agree_where_a_prompt_has_several_choices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = {"http_port": 0, "metrics_port": 0, "metrics": MetricsConfig(log_requests=True)}
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(a.address, **settings)) as router,
+        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", verify=False) as http,
+    ):
+        await router.wait_ready(1)
+        for num_choices in (1, 3):  # the latter find cached blocks
+            body = {"prompt": ["x" * 12, "y" * 9], "n": num_choices, "max_tokens": 2}
+            usage = (await http.post("/v1/completions", json=body)).json()["usage"]
+        await router.outcomes(8)
+        counted = [
+            int(await router.metric(f"weft_router_{name}_tokens_total", model="tiny") or 0)
+            for name in ("prompt", "cached", "generation")
+        ]
+        predicted = await router.metric("weft_router_predicted_cached_tokens_total", model="tiny")
+    names = ("prompt_tokens", "cached_tokens", "generation_tokens")
+    logged = [sum(line[name] for line in lines(caplog)) for name in names]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (13 + 10, 12)
+    assert counted == logged == [2 * 23, 12 + 8, 4 + 12]
+    assert predicted == usage["prompt_tokens_details"]["cached_tokens"] == 12 + 8
 
 
 async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
