@@ -102,6 +102,25 @@ def test_real_models_write_the_golden_texts(
     in_group(gloo_pool, config_of(folder, shape), _check_variants, golden_cases(folder), variants, timeout_s=300)
 
 
+def test_256_tokens_are_those_of_a_model_without_a_cache(gloo_pool: GlooPool, shared: Path) -> None:
+    folder = shared / "models" / "stories260K"
+    prompts = [prompt for prompt, _, _ in golden_cases(folder)[:4]]
+    written = in_group(gloo_pool, config_of(folder), _write, prompts, timeout_s=300)
+    original = load_original(folder)
+    for prompt, output in zip(prompts, written, strict=True):
+        assert len(output) == 256
+        with torch.no_grad():
+            logits = original(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        chosen = logits[torch.arange(256), output]
+        assert (chosen >= logits.amax(dim=-1) - CLEAR_GAP).all()
+
+
+def _write(executor: Executor, config: EngineConfig, prompts: list[list[int]]) -> list[list[int]]:
+    requests = [request(str(i), prompt, max_tokens=256, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    outcomes = run(engine_of(executor, config), requests)
+    return [outcomes[item.request_id].token_ids for item in requests]
+
+
 def test_four_stages_write_the_golden_texts(gloo_pool: GlooPool, shared: Path) -> None:
     """Five layers over four stages; up to four batches are in flight."""
     folder = shared / "models" / "stories260K"

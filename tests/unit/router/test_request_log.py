@@ -97,6 +97,8 @@ async def test_goodput_equals_a_recount_from_the_log(caplog: pytest.LogCaptureFi
         await ask_in_many_ways(router, a)
         await router.outcomes(11)
         goodput = await router.metric("weft_router_goodput_tokens_total", model="tiny")
+        generated = await router.metric("weft_router_generation_tokens_total", model="tiny")
+        prompts = await router.metric("weft_router_prompt_tokens_total", model="tiny")
         results = {
             labels["result"]: value
             for labels, value in await router.series("weft_router_slo_requests_total")
@@ -104,6 +106,8 @@ async def test_goodput_equals_a_recount_from_the_log(caplog: pytest.LogCaptureFi
         }
 
     requests = lines(caplog)
+    assert generated == sum(request["generation_tokens"] for request in requests)
+    assert prompts == sum(request["prompt_tokens"] for request in requests)
     assert goodput == recount(requests) == (1 << 3) + (1 << 4) + (1 << 5) + (1 << 7)
     assert {request["request_id"]: (request["outcome"], request["result"]) for request in requests} == {
         "met": ("length", "met"),

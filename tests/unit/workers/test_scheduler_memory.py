@@ -4,6 +4,7 @@ import pytest
 from helpers.fake_model import next_token, run_alone
 from helpers.scheduling import ScheduledModel, make_request, prompt, shares
 
+from workers.config import SchedulingPolicy
 from workers.errors import InvalidRequestError
 from workers.sequence import SequenceStatus
 
@@ -133,17 +134,27 @@ def test_block_that_a_preempted_decode_would_have_filled_does_not_go_to_the_host
     assert served.tokens["late"] == run_alone(late.request)
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
-def test_small_pool_finishes_everything_without_a_storm(max_in_flight: int) -> None:
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+@pytest.mark.parametrize(("max_in_flight", "looks_ahead"), [(1, False), (2, False), (3, False), (2, True)])
+def test_small_pool_finishes_everything_without_a_storm(
+    max_in_flight: int, looks_ahead: bool, policy: SchedulingPolicy
+) -> None:
     requests = [make_request(str(i), prompt(10 + i, first=20 * i), max_tokens=20 + i) for i in range(12)]
     demand = sum(-(-(len(request.prompt_token_ids) + request.sampling.max_tokens) // 4) for request in requests)
-    served = ScheduledModel(num_blocks=demand * 3 // 10, max_in_flight=max_in_flight, max_num_seqs=12)
+    served = ScheduledModel(
+        num_blocks=demand * 3 // 10,
+        max_in_flight=max_in_flight,
+        looks_ahead=looks_ahead,
+        max_num_seqs=12,
+        policy=policy,
+    )
     sequences = [served.add(request) for request in requests]
 
     served.run()
 
     assert served.tokens == {request.request_id: run_alone(request) for request in requests}
     assert max(sequence.num_preemptions for sequence in sequences) <= 4
+    assert 0 < served.scheduler.counters.num_recomputed_tokens < sum(each.num_tokens for each in sequences) / 2
     assert served.cache.num_free_blocks == served.cache.num_blocks
 
 
