@@ -267,13 +267,18 @@ def build(kernel, pointers, constants, floats, **options):
     if "IS_EARLY" in kernel.arg_names:
         constants = constants | dict(IS_EARLY=capability >= 90)  # older ones have no such instructions
     signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(floats, "fp32")
-    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    signature |= dict.fromkeys(constants, "constexpr")
+    plain = {name for name, kind in signature.items() if kind in ("fp32", "constexpr")} | {*kernel.do_not_specialize}
+    # as in a launch: the loads that lie well take shared memory, several at a time
+    known = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in plain}
+    source = ASTSource(kernel, signature, constants, known)
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def attend(
     is_prefill, head_dim, num_group, dtype, has_features=True, shared_bytes=99 << 10, partition=1024, is_cut=False
 ):
+    shared_bytes = 227 << 10 if capability == 90 else shared_bytes
     is_cut = is_cut if is_prefill else partition != 512  # the longest context that is not cut is one of this size
     partition = 0 if is_prefill else partition
     numbers = dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
