@@ -5,6 +5,7 @@ that belong to the engine and the router are those packages' own dataclasses, so
 """
 
 import dataclasses
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ class ModelSection(Section):
     @property
     def served_name(self) -> str:
         """What clients call the model."""
-        return self.name or Path(self.path).name
+        return self.name or os.path.basename(os.path.abspath(self.path))  # of "..", too
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "ModelSection":

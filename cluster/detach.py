@@ -20,6 +20,7 @@ from cluster.errors import ControllerError, StartError
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.serve import print_addresses, tell_slowness
+from cluster.signals import signals_as_interrupts
 from cluster.status_view import StartView
 
 _POLL_S = 0.1
@@ -38,23 +39,24 @@ def serve_in_background(
     settings = _with_control_port(settings)
     spec = build_spec(settings)
     path = log_file or _default_log(spec.control_port)
-    with _open_log(path) as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cluster.background", log_level],  # whatever this folder calls cluster
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(settings))
-        process.stdin.close()
-        status = _wait_ready(process, spec, console, path)
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+    with signals_as_interrupts():
+        with _open_log(path) as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "cluster.background", log_level],  # whatever this folder calls cluster
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(settings))
+            process.stdin.close()
+            status = _wait_ready(process, spec, console, path)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
     print_addresses(
         console,
         status,

@@ -201,12 +201,13 @@ def logs_folder() -> str:
 
 def leave_ray() -> None:
     """Disconnect; a local Ray ends, a joined one goes on. No signal interrupts it: else Ray's processes would stay."""
-    with _deaf_to_signals():
+    with deaf_to_signals():
         ray.shutdown()
 
 
 @contextmanager
-def _deaf_to_signals() -> Iterator[None]:
+def deaf_to_signals() -> Iterator[None]:
+    """Let nobody interrupt what ends processes: those that it has not come to would stay."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -21,7 +21,7 @@ from cluster.config import ClusterSpec
 from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
 from cluster.errors import ControllerError, SavedStateError, StartError
-from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
+from cluster.local_ray import deaf_to_signals, has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.saved_state import RayStateStore, decode
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _STOPPED_TIMEOUT_S = 5.0
+_LOOK_TIMEOUT_S = 1.0
+_STARTED_TIMEOUT_S = 10.0  # for a controller to have begun what is stopped then
 _ANSWER_TIMEOUT_S = 90.0  # a controller may be between two lives, and wait for its port
 _GOES_ON = "this Ray cluster has a service already, which goes on as it is; `weft apply` changes it"
 
@@ -74,14 +76,19 @@ class Service:
             join_ray(spec.ray_address, log_to_driver=log_to_driver)
         if ray.get_runtime_context().runtime_env:  # the job's actors are given it, and spares have another one
             spec = replace(spec, spare_s=0.0)
-        created = None
+        created = started = None
         try:
+            if not is_local:
+                _wait_for_end_of_stopped()
             running = _take_over(spec.inner_tls) if takes_over else None
             if running is not None:
                 return running
             created = _create_controller(spec, is_local=is_local, log_level=log_level)
-            address, goes_on = ray.get(created.start.remote(takes_over=takes_over))
+            started = created.start.remote(takes_over=takes_over)
+            address, goes_on = ray.get(started)
         except BaseException as error:
+            if started is not None and not is_local:
+                _stop_what_began(created, started, spec.inner_tls)
             if created is not None:
                 ray.kill(created)  # on a cluster that was joined it would stay
             leave_ray()
@@ -176,6 +183,29 @@ class Service:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _wait_for_end_of_stopped() -> None:
+    """Wait until the controller of a service stopped a moment ago has left its name; not for one that serves."""
+    give_up_s = time.monotonic() + _STOPPED_TIMEOUT_S
+    while time.monotonic() < give_up_s:
+        try:
+            controller: Any = ray.get_actor(CONTROLLER_NAME)
+        except ValueError:
+            return
+        if not ray.wait([controller.stopped.remote()], timeout=_LOOK_TIMEOUT_S)[0]:
+            return
+        time.sleep(_POLL_S)
+
+
+def _stop_what_began(controller: Any, started: Any, tls: InnerTls | None) -> None:
+    """Stop what a controller began for a start that failed or was interrupted: on a joined cluster it would go on."""
+    with deaf_to_signals(), suppress(RayError, ControllerError):  # it has not begun
+        address, goes_on = ray.get(started, timeout=_STARTED_TIMEOUT_S)
+        if not goes_on:
+            with ControlClient(address, tls=tls) as client:
+                client.shut_down(0.0)
+            ray.wait([controller.stopped.remote()], timeout=_STOPPED_TIMEOUT_S)
 
 
 def _take_over(tls: InnerTls | None) -> Service | None:

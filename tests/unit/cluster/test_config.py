@@ -242,6 +242,18 @@ def test_what_json_cannot_say_is_refused(tmp_path: Path, text: str) -> None:
         build_spec(load_cluster_file(path))
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [("owner/qwen", "qwen"), ("a/llama/", "llama"), (".", "here"), ("..", "up"), ("../x/..", "up")]
+)
+def test_model_without_a_name_is_called_as_its_folder(
+    path: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "up" / "here"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert build_spec({"models": [{"path": path}]}).models[0].name == name
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterConfigError, match=r"none\.yaml: No such file"):
         load_cluster_file(tmp_path / "none.yaml")

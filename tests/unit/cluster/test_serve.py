@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -179,6 +180,22 @@ def test_log_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Path, "home", know_none)
     with pytest.raises(StartError, match="this user has no home folder for the log; allowed: --log-file"):
         serve_in_background(ANY_PORTS, Console(), log_level="warning")
+
+
+def test_sigterm_ends_the_process_in_the_background_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+    process = SimpleNamespace(
+        stdin=io.BytesIO(), terminate=lambda: calls.append("terminate"), wait=lambda: calls.append("wait")
+    )
+
+    def be_told_to_end(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("cluster.detach.subprocess.Popen", lambda *args, **options: process)
+    monkeypatch.setattr("cluster.detach._wait_ready", be_told_to_end)
+    with pytest.raises(KeyboardInterrupt):
+        serve_in_background(ANY_PORTS, Console(), log_level="warning", log_file=tmp_path / "log")
+    assert calls == ["terminate", "wait"]
 
 
 def test_address_that_routers_share_is_told_once() -> None:

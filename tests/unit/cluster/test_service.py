@@ -107,3 +107,64 @@ def test_a_controller_that_never_answers_is_not_taken_over(
         _take_over(None)
     assert f"has not answered within 90 s: {reason}" in str(refused.value)
     assert str(refused.value).endswith("; on its node it logs to /tmp/ray/session/logs")
+
+
+class StoppedController:
+    """A controller whose service was stopped: it has its name until it has been looked for `num_looks` times."""
+
+    def __init__(self, num_looks: int) -> None:
+        self.num_left = num_looks
+        self.stopped = SimpleNamespace(remote=object)
+
+    def find(self, name: str) -> "StoppedController":
+        if not self.num_left:
+            raise ValueError(f"Failed to look up actor with name {name!r}")
+        self.num_left -= 1
+        return self
+
+
+def test_who_starts_a_service_waits_for_the_controller_of_one_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, serving = StoppedController(3), StoppedController(3)
+    for controller, is_done in ((stopped, True), (serving, False)):
+        ray = SimpleNamespace(
+            get_actor=controller.find,
+            wait=lambda refs, *, timeout, is_done=is_done: (refs, []) if is_done else ([], refs),
+        )
+        monkeypatch.setattr(service_module, "ray", ray)
+        service_module._wait_for_end_of_stopped()
+    assert (stopped.num_left, serving.num_left) == (0, 2)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_a_controller_began_for_a_start_that_is_interrupted_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    graces_s: list[float] = []
+
+    class Client:
+        def __init__(self, address: str, *, tls: None) -> None:
+            assert address == "h:1"
+
+        def __enter__(self) -> "Client":
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+        def shut_down(self, grace_s: float) -> None:
+            graces_s.append(grace_s)
+
+    ray = SimpleNamespace(get=lambda ref, *, timeout: ("h:1", goes_on), wait=lambda refs, *, timeout: (refs, []))
+    monkeypatch.setattr(service_module, "ray", ray)
+    monkeypatch.setattr(service_module, "ControlClient", Client)
+    controller = SimpleNamespace(stopped=SimpleNamespace(remote=object))
+    service_module._stop_what_began(controller, object(), None)
+    assert graces_s == ([] if goes_on else [0.0])
+
+
+def test_a_controller_that_did_not_start_has_begun_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(ref: object, *, timeout: float) -> None:
+        raise RayActorError
+
+    monkeypatch.setattr(service_module, "ray", SimpleNamespace(get=get))
+    service_module._stop_what_began(object(), object(), None)
