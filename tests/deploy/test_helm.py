@@ -187,6 +187,10 @@ def test_further_settings_reach_routers_beside_ray_and_in_the_cluster_file() -> 
         assert (router.metrics.slo_ttft_s, router.metrics.log_requests) == (3.0, True)
 
 
+def test_settings_of_routers_may_be_taken_away() -> None:
+    assert router_config(render("router.settings=null")) == router_config(render())
+
+
 def test_inner_tls_is_the_same_for_all_who_speak_inside_the_cluster() -> None:
     objects = render(example="multi-node-pipeline")
     tls = cluster_spec(objects).inner_tls
@@ -561,6 +565,7 @@ def test_helm_test_sends_a_request_to_the_first_model() -> None:
     (container,) = pod["spec"]["containers"]
     assert container["command"] == ["weft", "generate"]
     assert "--router=demo-weft.llm:50051" in container["args"]
+    assert container["args"][-2] == "--", "a prompt may begin like an option"
     assert "--model=llama-70b" in container["args"]
 
 
@@ -608,6 +613,8 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
         ("router.ports.grpc=8265", "router.ports.grpc is 8265, which Ray's dashboard is already"),
         ("router.ports.http=443", "router.ports.http: Must be greater than or equal to 1024"),
         ("router.podDisruptionBudget.maxUnavailable=null", "maxUnavailable is required"),
+        ("modelStorage.mountPath=/tmp/ray/", "mountPath is /tmp/ray/, where a Pod has something else; allowed:"),
+        ("modelStorage.mountPath=/etc/weft-tls", "allowed: a folder of its own"),
         ("router.resources.requests.cpu=null", "router.resources has no cpu; allowed: a request or a limit"),
         ("router.ports.http=9464", "router.ports.metrics is 9464, which router.ports.http is already"),
         ("models[0].autoscaling.target_requests=8", "models[0].autoscaling needs max_replicas"),

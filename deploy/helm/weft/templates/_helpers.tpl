@@ -114,7 +114,7 @@ models:
 {{/* Settings that routers beside Ray and those of the cluster file have in common. */}}
 {{- define "weft.routerSettings" -}}
 {{- $own := dict "metrics" (dict "log_requests" .Values.router.logRequests) }}
-{{- mergeOverwrite $own (deepCopy .Values.router.settings) | toYaml }}
+{{- mergeOverwrite $own (deepCopy (default dict .Values.router.settings)) | toYaml }}
 {{- end }}
 
 {{- define "weft.podSecurityContext" -}}

@@ -87,6 +87,9 @@
 {{- if and (eq $storage.kind "hostPath") (not $storage.hostPath) }}
 {{- fail "modelStorage.kind is hostPath; modelStorage.hostPath is missing" }}
 {{- end }}
+{{- if or (has (clean $storage.mountPath) (list "/tmp" "/tmp/ray" "/dev/shm")) (hasPrefix "/etc/weft" (clean $storage.mountPath)) }}
+{{- fail (printf "modelStorage.mountPath is %s, where a Pod has something else; allowed: a folder of its own" $storage.mountPath) }}
+{{- end }}
 {{- if and .Values.huggingface.existingSecret .Values.huggingface.token }}
 {{- fail "huggingface.existingSecret and huggingface.token are both set; allowed: one of the two" }}
 {{- end }}
