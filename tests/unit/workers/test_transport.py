@@ -169,7 +169,7 @@ def test_plans_wait_for_a_stage_however_large_and_many_are_in_flight() -> None:
     """The first stage of a pipeline computes when it has sent as many plans as there are stages."""
     leader = LeaderLink(HOST, [1])
     all_sent, received = threading.Event(), queue.Queue[int]()
-    sizes = [5000] * 40 + [2] * 20
+    sizes = [5000] * 20 + [200] * 20 + [2] * 20
     assert 0.8 * MAX_BYTES < len(msgspec.msgpack.encode(plan(1, sizes[0]))) < MAX_BYTES
 
     def follow() -> None:
