@@ -152,7 +152,8 @@ class ModelSection(Section):
     @property
     def served_name(self) -> str:
         """What clients call the model."""
-        return self.name or os.path.basename(os.path.abspath(self.path))  # of "..", too
+        name = Path(self.path).name
+        return self.name or (name if name not in ("", "..") else os.path.basename(os.path.abspath(self.path)))
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "ModelSection":
