@@ -1,6 +1,7 @@
 """What a service does where Ray is not as it should be; the rest is in the end-to-end tests."""
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -168,3 +169,27 @@ def test_a_controller_that_did_not_start_has_begun_nothing(monkeypatch: pytest.M
 
     monkeypatch.setattr(service_module, "ray", SimpleNamespace(get=get))
     service_module._stop_what_began(object(), object(), None)
+
+
+def test_start_on_a_joined_cluster_waits_for_the_one_before_and_stops_what_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def interrupt(ref: object) -> None:
+        raise KeyboardInterrupt
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *args, **options: calls.append(name)
+
+    for name in ("join_ray", "_wait_for_end_of_stopped", "_stop_what_began", "leave_ray"):
+        monkeypatch.setattr(service_module, name, note(name))
+    controller = SimpleNamespace(start=SimpleNamespace(remote=lambda **_: object()))
+    monkeypatch.setattr(service_module, "check_spec", lambda spec: spec)
+    monkeypatch.setattr(service_module, "_create_controller", lambda spec, **options: controller)
+    context = SimpleNamespace(runtime_env={})
+    ray = SimpleNamespace(get_runtime_context=lambda: context, get=interrupt, kill=note("kill"))
+    monkeypatch.setattr(service_module, "ray", ray)
+    with pytest.raises(KeyboardInterrupt):
+        Service.start(build_spec({"ray": {"address": "127.0.0.1:1"}}))
+    assert calls == ["join_ray", "_wait_for_end_of_stopped", "_stop_what_began", "kill", "leave_ray"]
