@@ -7,12 +7,10 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +26,7 @@ from weft.addresses import split_host_port
 from cluster import late_agent
 from cluster.controller import NAMESPACE
 from cluster.errors import RayStartError
+from cluster.signals import deaf_to_signals, own_signals_kept
 from router.tls import connect_blocking
 from workers.cores import give_way
 
@@ -84,7 +83,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
     _quieten()
     give_way()  # Ray's own processes inherit it
     for attempt in range(1, _START_ATTEMPTS + 1):
-        with _only_what_is_used(log_to_driver=log_to_driver) as nodes:
+        with own_signals_kept(), _only_what_is_used(log_to_driver=log_to_driver) as nodes:
             try:
                 ray.init(
                     address="local",
@@ -142,13 +141,14 @@ def join_ray(address: str, *, log_to_driver: bool) -> None:
         _check_reachable(address)
         if _wants_token(address) and not _bring_token():
             raise PermissionError(_TOKEN_HINT)
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            job_config=_without_this_folder(),
-            log_to_driver=log_to_driver,
-            logging_level=logging.ERROR,
-        )
+        with own_signals_kept():
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                job_config=_without_this_folder(),
+                log_to_driver=log_to_driver,
+                logging_level=logging.ERROR,
+            )
     except Exception as error:  # as above
         was_refused = _REFUSED_TOKEN in f"{error} {error.__cause__}"
         reason = _TOKEN_HINT if was_refused else error
@@ -203,20 +203,6 @@ def leave_ray() -> None:
     """Disconnect; a local Ray ends, a joined one goes on. No signal interrupts it: else Ray's processes would stay."""
     with deaf_to_signals():
         ray.shutdown()
-
-
-@contextmanager
-def deaf_to_signals() -> Iterator[None]:
-    """Let nobody interrupt what ends processes: those that it has not come to would stay."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(nodes: Sequence[Any]) -> str:

@@ -41,10 +41,9 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
     import_for_good("cluster.service")  # Ray: only those who serve pay for its import
     from cluster.service import Service
 
-    with signals_as_interrupts() as rearm:
+    with signals_as_interrupts():
         try:
             with Service.start(spec, log_level=log_level, takes_over=takes_over) as service:
-                rearm()
                 watch_service(service, console, spec=spec, stays=stays)
         except KeyboardInterrupt:
             console.print("Stopped before it was ready.")

@@ -21,10 +21,11 @@ from cluster.config import ClusterSpec
 from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
 from cluster.errors import ControllerError, SavedStateError, StartError
-from cluster.local_ray import deaf_to_signals, has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
+from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.saved_state import RayStateStore, decode
+from cluster.signals import deaf_to_signals
 from cluster.spares import SpareKind, spare_options
 from cluster.started_settings import encode_spec
 from router.tls import InnerTls

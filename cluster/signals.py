@@ -10,9 +10,13 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 _PIPES: list[int] = []  # the handler writes for as long as the process lives
 
@@ -34,23 +38,52 @@ def on_sigterm(callback: Callable[[], None]) -> None:
 
 
 @contextmanager
-def signals_as_interrupts() -> Iterator[Callable[[], None]]:
-    """Turn SIGTERM and SIGINT into KeyboardInterrupt; yields what sets this up again after Ray has set its own."""
+def signals_as_interrupts() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into KeyboardInterrupt."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    def arm() -> None:
-        signal.signal(signal.SIGTERM, interrupt)
-        signal.signal(signal.SIGINT, interrupt)
+    with _handlers(interrupt):
+        yield
 
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    arm()
+
+@contextmanager
+def deaf_to_signals() -> Iterator[None]:
+    """Let nobody interrupt what ends processes: those that it has not come to would stay."""
+    with _handlers(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def own_signals_kept() -> Iterator[None]:
+    """Put back the handlers that this process had set for SIGINT and SIGTERM, after Ray has set its own.
+
+    What Ray's raise meanwhile, a SystemExit with one code or another, is the KeyboardInterrupt of these.
+    """
+    own = {number: handler for number in _ENDING if callable(handler := signal.getsignal(number))}
     try:
-        yield arm
+        yield
+    except SystemExit as error:
+        if signal.SIGTERM not in own:
+            raise
+        raise KeyboardInterrupt from error
     finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+        _set(own)
+
+
+@contextmanager
+def _handlers(handler: _Handler) -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    _set(dict.fromkeys(_ENDING, handler))
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(handlers: Mapping[signal.Signals, _Handler]) -> None:
+    if threading.current_thread() is threading.main_thread():  # no other may
+        for number, handler in handlers.items():
+            if handler is not None:  # not set from Python
+                signal.signal(number, handler)

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from ray._private.authentication import authentication_token_setup
 
 from cluster import local_ray
 from cluster.errors import RayStartError
+from cluster.signals import signals_as_interrupts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -31,6 +33,35 @@ def test_no_signal_interrupts_the_end_of_ray(number: signal.Signals, monkeypatch
     local_ray.leave_ray()
     assert ended == [True]
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("start", [local_ray.start_local_ray, partial(local_ray.join_ray, "auto")])
+@pytest.mark.parametrize("comes_early", [True, False])
+def test_signal_while_ray_starts_or_after_it_is_an_interrupt(
+    start: Callable[..., None], comes_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**settings: object) -> None:  # with a handler of its own, as Ray's
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        if comes_early:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(local_ray.ray, "init", init)
+    monkeypatch.setattr(local_ray, "give_way", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with signals_as_interrupts():
+        if comes_early:
+            with pytest.raises(KeyboardInterrupt):
+                start(log_to_driver=False)
+        else:
+            start(log_to_driver=False)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_ray_ends_a_process_without_handlers_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray.ray, "init", lambda **settings: sys.exit(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        local_ray.join_ray("auto", log_to_driver=False)
 
 
 def test_an_address_where_nothing_listens_is_told_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
