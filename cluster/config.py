@@ -128,7 +128,7 @@ class ModelSection(Section):
     """On CUDA, the largest decode step that is recorded as a graph, in sequences; 0: no step is recorded."""
     max_context: MaxContext | None = None
     num_threads: NumThreads | None = None
-    """CPU threads of each rank; None: a node's cores divided over the ranks on it."""
+    """CPU threads of each rank; None: a node's cores, hyperthreads not counted, divided over the ranks on it."""
     step_timeout_s: StepTimeout = 60.0
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """A formation that is not READY after so long is torn down."""

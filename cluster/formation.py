@@ -17,9 +17,9 @@ from weft.recording import RecordingConfig
 
 from cluster.config import ModelSpec
 from cluster.group_place import GroupPlace
-from cluster.placement import Placement, threads_per_rank, why_never
+from cluster.placement import Placement, why_never
 from cluster.rank_actor import RankActor, rank_name
-from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
+from cluster.rank_values import NodeShare, Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
 from cluster.ray_errors import in_a_line
 from cluster.ray_nodes import cluster_nodes
 from cluster.revision_files import RevisionText
@@ -90,8 +90,7 @@ class FormationSpec:
 class _Stage:
     """How the ranks of one stage are started."""
 
-    num_threads: int
-    """CPU threads of each rank."""
+    node_share: NodeShare
     options: dict[str, Any]
     """Options by which the actors of the ranks become spares; empty: too few spares wait on the node."""
 
@@ -246,7 +245,7 @@ class Formation:
                 rank=rank,
                 engine=self._spec.model.engine,
                 text=self._spec.text,
-                num_threads=stage.num_threads,
+                node_share=stage.node_share,
                 drain_timeout_s=self._spec.model.drain_timeout_s,
                 stream_interval_s=placement.default_stream_interval_s if interval_s is None else interval_s,
                 log_level=self._spec.log_level,
@@ -275,9 +274,9 @@ class Formation:
         stages = []
         for node_id in node_ids:
             own = node_ids.count(node_id) * engine.parallel.tensor_parallel
-            num_threads = engine.num_threads or threads_per_rank(nodes[node_id].cpus, max(own, evenly))
+            share = NodeShare(num_ranks=max(own, evenly), num_cpus=nodes[node_id].cpus)
             options = spare_options(node_id, SpareKind.RANK, count=own) if self._spec.spare_s else {}
-            stages.append(_Stage(num_threads=num_threads, options=options))
+            stages.append(_Stage(node_share=share, options=options))
         return stages
 
     async def _serve(self) -> Outcome:

@@ -105,11 +105,6 @@ def why_never(placement: Placement, nodes: Sequence[NodeResources]) -> str | Non
     return why_not(placement, [replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes])
 
 
-def threads_per_rank(cores: float, ranks_on_node: int) -> int:
-    """Share a node's cores among its ranks, at least one thread for each."""
-    return max(1, int(cores) // max(1, ranks_on_node))
-
-
 _EPSILON = 1e-6  # Ray counts resources in steps of 1e-4
 _UNLIMITED = 2**31  # stages that take nothing: more than any group has
 

@@ -28,7 +28,7 @@ from parallel.errors import ModelError
 from router.errors import RouterConfigError
 from router.metrics_listener import MetricsListener
 from workers.config import EngineConfig
-from workers.cores import compute_here, give_way
+from workers.cores import compute_here, give_way, threads_per_rank
 from workers.errors import EngineConfigError
 from workers.stats import RankStats
 
@@ -57,7 +57,9 @@ class RankActor:
     def __init__(self, spec: RankSpec) -> None:
         configure_logging(spec.log_level)
         take_spare()
-        os.environ.update(engine_variables(spec.num_threads))
+        share = spec.node_share
+        self._num_threads = spec.engine.num_threads or threads_per_rank(share.num_ranks, share.num_cpus)
+        os.environ.update(engine_variables(self._num_threads))
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         give_way()
         # Every rank begins at once; those who need it wait for the import to end.
@@ -205,7 +207,7 @@ class RankActor:
         folder = resolve_model(config.model, commit=None if text is None else text.commit)
         if text is not None:
             check_files(folder, text, node=self._host)
-        return replace(config, model=str(folder), num_threads=self._spec.num_threads)
+        return replace(config, model=str(folder), num_threads=self._num_threads)
 
     def _set_progress(self, fraction: float) -> None:
         self._progress = fraction

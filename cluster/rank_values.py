@@ -14,6 +14,16 @@ from workers.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShare:
+    """What a rank has of its node's cores, where its settings do not say how many threads it has."""
+
+    num_ranks: int
+    """Ranks that share them."""
+    num_cpus: float
+    """CPUs that Ray has there, hyperthreads counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
     """Which rank of which replica, and what it runs."""
 
@@ -22,7 +32,7 @@ class RankSpec:
     """What clients call it."""
     rank: int
     engine: EngineConfig
-    num_threads: int
+    node_share: NodeShare
     text: RevisionText | None = None
     """What the model's folder must hold on every node; None: not known."""
     drain_timeout_s: float = 30.0

@@ -120,7 +120,9 @@ class ModelFlags:
         Setting("models[0].max_context"),
     ] = None
     num_threads: Annotated[
-        int | None, _of_model(help="CPU threads of each rank."), Setting("models[0].num_threads")
+        int | None,
+        _of_model(help="CPU threads of each rank; default: its share of the cores."),
+        Setting("models[0].num_threads"),
     ] = None
 
 

@@ -138,7 +138,7 @@ class EngineConfig:
     step_timeout_s: StepTimeout = 60.0
     """A step that takes longer means that a rank hangs, and ends the group."""
     num_threads: NumThreads | None = None
-    """CPU threads of each rank; None: the cores of the machine divided over the ranks on it."""
+    """CPU threads of each rank; None: the cores that it may use divided over the ranks on the machine."""
     hash_key: bytes = b""
     """Key of the block hash; equal on all replicas of a model."""
     cache: CacheConfig = field(default_factory=CacheConfig)

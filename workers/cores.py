@@ -1,4 +1,4 @@
-"""Who gets a core when all are busy: the threads that compute, before those that carry messages.
+"""Which cores a rank computes on, and who gets one when all are busy: threads that compute, before those with messages.
 
 By default Linux lets a thread that wakes up push a running one aside. On a machine whose cores all compute, every frame
 that a router or an event loop handles then stops an engine in the middle of a step, several times a token. Threads of
@@ -8,6 +8,45 @@ the class SCHED_BATCH (sched(7)) run at once where a core is idle, and else when
 import os
 from contextlib import suppress
 from pathlib import Path
+
+_CPUS, _CPU_LIMIT = Path("/sys/devices/system/cpu"), Path("/sys/fs/cgroup/cpu.max")
+
+
+def threads_per_rank(num_ranks: int, num_cpus: float | None = None) -> int:
+    """Share the cores that this process may use among the ranks of a machine, at least one thread for each.
+
+    A core counts once, however many hyperthreads it has: they share its vector units, which one thread keeps busy, and
+    every thread is one more that a step waits for.
+
+    Args:
+        num_ranks: how many compute on this machine.
+        num_cpus: how many CPUs they may use together, hyperthreads counted; None: those that this process may use.
+    """
+    bounds = [_num_cores(), num_cpus, _container_cpus()]
+    return max(1, int(min(bound for bound in bounds if bound is not None)) // max(1, num_ranks))
+
+
+def _num_cores() -> int:
+    """Count the cores whose CPUs this process may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len({_siblings(cpu) for cpu in os.sched_getaffinity(0)})
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return (_CPUS / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:  # a sandbox tells nothing of the machine
+        return str(cpu)
+
+
+def _container_cpus() -> float | None:
+    """How many CPUs' time the container is given; None: it is not limited, or nothing tells."""
+    try:
+        quota, period = _CPU_LIMIT.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # absent, or "max"
+        return None
 
 
 def give_way() -> None:

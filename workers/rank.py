@@ -40,6 +40,7 @@ from parallel.kernels.select import choose_dtype, select_kernels
 from parallel.mesh import Mesh
 from parallel.one_shot import OneShotAllReduce
 from workers.config import EngineConfig
+from workers.cores import threads_per_rank
 from workers.errors import EngineConfigError, GroupFailedError
 from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
 from workers.interfaces import choose_interfaces
@@ -317,8 +318,7 @@ def _local_rank(rank: int) -> int:
 
 
 def _set_num_threads(config: EngineConfig, *, num_local_ranks: int) -> None:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.num_threads or max(1, num_cores // num_local_ranks))
+    torch.set_num_threads(config.num_threads or threads_per_rank(num_local_ranks))
 
 
 def _endpoint_key(rank: int) -> str:

@@ -15,7 +15,7 @@ from weft.recording import RecordingConfig
 from cluster import formation, group_place
 from cluster.formation import Formation, FormationSpec
 from cluster.placement import NODE_ID_LABEL, NodeResources
-from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
+from cluster.rank_values import NodeShare, Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
 from cluster.revision_files import RevisionText
 from router.config import TracingConfig
 from router.tls import InnerTls
@@ -317,7 +317,7 @@ async def test_rank_is_told_what_the_service_and_its_model_are_set_to(
         model=model.name,
         rank=0,
         engine=model.engine,
-        num_threads=3,
+        node_share=NodeShare(num_ranks=1, num_cpus=8.0),
         text=text,
         drain_timeout_s=7.0,
         stream_interval_s=interval_s,
@@ -328,13 +328,13 @@ async def test_rank_is_told_what_the_service_and_its_model_are_set_to(
     )
 
 
-@pytest.mark.parametrize(("num_cluster_ranks", "num_threads"), [(1, 4), (8, 2)])
+@pytest.mark.parametrize(("num_cluster_ranks", "num_ranks"), [(1, 2), (8, 4)])
 async def test_ranks_share_a_node_with_those_that_should_be_there(
     fake_ray: FakeRay,
     listener: Listener,
     tmp_path: Path,
     num_cluster_ranks: int,
-    num_threads: int,
+    num_ranks: int,
 ) -> None:
     fake_ray.rank.will_be_ready()
     life = make_formation(
@@ -349,7 +349,7 @@ async def test_ranks_share_a_node_with_those_that_should_be_there(
     assert (given["num_cpus"], given["spares"]) == (2, ("node-b", 2))
     assert given["scheduling_strategy"].placement_group_bundle_index == 0, "one stage"
     assert spec is not None
-    assert spec.num_threads == num_threads
+    assert spec.node_share == NodeShare(num_ranks=num_ranks, num_cpus=8.0)
     assert fake_ray.spares_wanted == {"count": 2, "most": 2, "lifetime_s": 60.0}
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.placement import NodeResources, Placement, threads_per_rank, why_never, why_not
+from cluster.placement import NodeResources, Placement, why_never, why_not
 from workers.config import ParallelConfig
 
 
@@ -64,12 +64,6 @@ def test_what_does_not_fit_is_told_in_words(wanted: Placement, nodes: list[NodeR
 )
 def test_what_fits_has_no_reason(wanted: Placement, nodes: list[NodeResources]) -> None:
     assert why_not(wanted, nodes) is None
-
-
-def test_cores_are_shared_and_nobody_gets_none() -> None:
-    assert threads_per_rank(16, 4) == 4
-    assert threads_per_rank(2, 4) == 1
-    assert threads_per_rank(2, 0) == 2
 
 
 def test_what_only_others_take_up_is_no_reason_for_never() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from cluster import rank_actor
 from cluster.models import PACKAGED
 from cluster.rank_actor import RankActor
-from cluster.rank_values import Outcome, RankPlace, RankSpec
+from cluster.rank_values import NodeShare, Outcome, RankPlace, RankSpec
 from cluster.revision_files import RevisionText, digest_files
 from parallel.errors import DeviceError
 from parallel.random_model import write_random_model
@@ -61,8 +61,9 @@ def actor(
     folder: Path, *, inner_tls: InnerTls | None = None, text: RevisionText | None = None, **settings: object
 ) -> RankActor:
     engine = EngineConfig(model=str(folder), device="cpu", cache=CacheConfig(num_blocks=8), **settings)  # type: ignore[arg-type]
+    share = NodeShare(num_ranks=1, num_cpus=1.0)
     return RankActor(
-        RankSpec(replica_id="m-0.1", model="m", rank=0, engine=engine, num_threads=1, inner_tls=inner_tls, text=text)
+        RankSpec(replica_id="m-0.1", model="m", rank=0, engine=engine, node_share=share, inner_tls=inner_tls, text=text)
     )
 
 

@@ -1,10 +1,14 @@
-"""Threads that carry messages leave running threads on their cores; threads that compute do not."""
+"""How many threads a rank has; which of its threads leave running ones on their cores."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from workers import cores
+from workers.cores import threads_per_rank
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="no scheduling classes here")
 
@@ -53,3 +57,52 @@ def test_a_process_gives_way_but_for_its_threads_that_compute() -> None:
             "started by one that computes": "other",
         }
     )
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for /sys of 8 cores with 2 hyperthreads each; its container is not limited."""
+    for cpu in range(16):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    monkeypatch.setattr(cores, "_CPUS", tmp_path)
+    monkeypatch.setattr(cores, "_CPU_LIMIT", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    return tmp_path
+
+
+def test_a_core_is_one_thread_and_every_rank_has_one(machine: Path) -> None:
+    assert threads_per_rank(1) == 8
+    assert threads_per_rank(3) == 2
+    assert threads_per_rank(20) == 1
+    assert threads_per_rank(0) == 8
+
+
+def test_ranks_have_no_more_than_ray_has_cpus(machine: Path) -> None:
+    assert threads_per_rank(1, 16.0) == 8
+    assert threads_per_rank(2, 6.0) == 3
+    assert threads_per_rank(4, 2.0) == 1
+
+
+def test_threads_are_on_cores_that_the_process_may_use(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 8, 9})
+    assert threads_per_rank(1, 16.0) == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert threads_per_rank(1) == 1
+
+
+@pytest.mark.parametrize(("limit", "num_threads"), [("450000 100000", 4), ("50000 100000", 1), ("nonsense", 8)])
+def test_threads_are_no_more_than_the_container_has_cpus(machine: Path, limit: str, num_threads: int) -> None:
+    (machine / "cpu.max").write_text(limit)
+    assert threads_per_rank(1) == num_threads
+
+
+def test_where_nothing_is_told_every_cpu_is_a_core(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_CPUS", machine / "absent")
+    monkeypatch.setattr(cores, "_CPU_LIMIT", machine / "absent")
+    assert threads_per_rank(1) == 16
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert threads_per_rank(1) == 12
