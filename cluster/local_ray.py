@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large goes through Ray; the least it takes is about 75 MB
 
+_LEAST_FREE_BYTES = 64 << 20
+"""What Ray's folder takes in its first minutes, some times over: where files cannot be written, Ray tries for ever."""
+
 _START_ATTEMPTS = 2
 """Once in hundreds of starts Ray's node, just begun, left no trace, and Ray gave it up after 30 seconds."""
 
@@ -77,6 +80,12 @@ _LATE_AGENTS = {"--dashboard_agent_command": late_agent.NEVER, "--runtime_env_ag
 
 def start_local_ray(*, log_to_driver: bool) -> None:
     """Start a Ray of one node, whose address is a loopback one. Raises RayStartError."""
+    free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
+    if free_bytes < _LEAST_FREE_BYTES:
+        raise RayStartError(
+            f"{tempfile.gettempdir()} has {free_bytes >> 20} MiB free for temporary files; allowed: at least "
+            f"{_LEAST_FREE_BYTES >> 20} MiB, there or in the folder that TMPDIR names"
+        )
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
     _choose_token()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,22 @@ def test_ray_ends_a_process_without_handlers_as_it_does(monkeypatch: pytest.Monk
     monkeypatch.setattr(local_ray.ray, "init", lambda **settings: sys.exit(signal.SIGTERM))
     with pytest.raises(SystemExit):
         local_ray.join_ray("auto", log_to_driver=False)
+
+
+def test_full_disk_is_told_before_ray_tries_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = []
+    monkeypatch.setattr(local_ray.ray, "init", lambda **settings: started.append(settings))
+    monkeypatch.setattr(local_ray, "give_way", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path))
+    disk = SimpleNamespace(free=(64 << 20) - 1)
+    monkeypatch.setattr(local_ray.shutil, "disk_usage", lambda folder: disk)
+    with pytest.raises(RayStartError, match=f"{tmp_path} has 63 MiB free .* at least 64 MiB, .* TMPDIR"):
+        local_ray.start_local_ray(log_to_driver=False)
+    assert not started
+    disk.free += 1
+    local_ray.start_local_ray(log_to_driver=False)
+    assert started
 
 
 def test_an_address_where_nothing_listens_is_told_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
