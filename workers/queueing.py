@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import assert_never
 
 from workers.config import SchedulingPolicy
-from workers.sequence import Order, Sequence
+from workers.sequence import Sequence
 
 PROMOTED_LEVEL = -(1 << 62)
 """Level of sequences that have waited too long, under every policy that could let them starve."""
@@ -21,7 +21,10 @@ weights gives 13 on a CPU with two cores (435 GFLOP/s, 34 GB/s) and 170 on an H2
 QUANTUM_STEPS = 16
 """Service in the first level of "mlfq", in steps of decoding; twice as much in each further one."""
 
-_Rank = tuple[int, float]
+_ANY_NUMBER = 1 << 62
+
+_Rank = tuple[int, float, int]
+"""Level, rank within it, and the number of tokens from which they may be others; 0: they may be in any step."""
 
 
 class ServingOrder:
@@ -46,10 +49,11 @@ class ServingOrder:
             self.promote_after_s = promote_after_s
         self._rank = _choose_rank(policy)
 
-    def place(self, sequence: Sequence) -> Order:
-        """Return where the sequence belongs now."""
-        level, within = (PROMOTED_LEVEL, 0.0) if sequence.is_promoted else self._rank(sequence)
-        return (level, within, sequence.arrival_number)
+    def place(self, sequence: Sequence) -> None:
+        """Give the sequence the place where it belongs now."""
+        level, within, until = (PROMOTED_LEVEL, 0.0, _ANY_NUMBER) if sequence.is_promoted else self._rank(sequence)
+        sequence.order = (level, within, sequence.arrival_number)
+        sequence.order_until = until
 
 
 class WaitingQueue:
@@ -115,7 +119,7 @@ class WaitingQueue:
         self._next_promotion_s = min(map(self._promotion_s, self._sequences), default=math.inf)
 
     def _insert(self, sequence: Sequence) -> None:
-        sequence.order = self._order.place(sequence)
+        self._order.place(sequence)
         insort(self._sequences, sequence, key=_queue_key)
         self._num_tokens += sequence.num_tokens
 
@@ -136,9 +140,9 @@ def _queue_key(sequence: Sequence) -> tuple[int, float, bool, int]:
 def _choose_rank(policy: SchedulingPolicy) -> Callable[[Sequence], _Rank]:
     match policy:
         case SchedulingPolicy.FCFS:
-            return lambda sequence: (0, 0.0)
+            return lambda sequence: (0, 0.0, _ANY_NUMBER)
         case SchedulingPolicy.PRIORITY:
-            return lambda sequence: (sequence.request.priority, 0.0)
+            return lambda sequence: (sequence.request.priority, 0.0, _ANY_NUMBER)
         case SchedulingPolicy.DEADLINE:
             return _rank_by_deadline
         case SchedulingPolicy.SHORTEST_REMAINING:
@@ -151,7 +155,7 @@ def _choose_rank(policy: SchedulingPolicy) -> Callable[[Sequence], _Rank]:
 
 def _rank_by_deadline(sequence: Sequence) -> _Rank:
     deadline_s = sequence.request.deadline_s
-    return (1, 0.0) if deadline_s is None else (0, deadline_s)
+    return (1, 0.0, _ANY_NUMBER) if deadline_s is None else (0, deadline_s, _ANY_NUMBER)
 
 
 def _rank_by_steps_left(sequence: Sequence) -> _Rank:
@@ -159,7 +163,7 @@ def _rank_by_steps_left(sequence: Sequence) -> _Rank:
     num_tokens = len(sequence.token_ids)
     num_prefill = num_tokens - sequence.num_computed_tokens
     num_steps = sequence.max_num_tokens - num_tokens + num_prefill // PREFILL_TOKENS_PER_STEP
-    return (num_steps.bit_length(), num_steps)
+    return (num_steps.bit_length(), num_steps, 0)
 
 
 def _rank_by_service(sequence: Sequence) -> _Rank:
@@ -175,4 +179,6 @@ def _rank_by_service(sequence: Sequence) -> _Rank:
     num_prefill_steps = sequence.num_prompt_tokens // PREFILL_TOKENS_PER_STEP
     join = (num_prefill_steps // QUANTUM_STEPS).bit_length()
     service = num_prefill_steps + sequence.num_output_tokens
-    return ((service // QUANTUM_STEPS + (1 << join)).bit_length() - 1, 0.0)
+    level = (service // QUANTUM_STEPS + (1 << join)).bit_length() - 1
+    num_output_tokens = QUANTUM_STEPS * ((2 << level) - (1 << join)) - num_prefill_steps  # when it has used up this one
+    return (level, 0.0, sequence.num_prompt_tokens + num_output_tokens)

@@ -81,9 +81,11 @@ class Roster:
         """Give every sequence whose place can have changed the one that it has now."""
         self._waiting.promote(now_s)
         if not self._order.is_fixed:
-            for sequence in self.running:
-                sequence.order = self._order.place(sequence)
-            self.running.sort(key=_order)
+            due = [sequence for sequence in self.running if len(sequence.token_ids) >= sequence.order_until]
+            for sequence in due:
+                self._order.place(sequence)
+            if due:
+                self.running.sort(key=_order)
 
     def enter(self, sequence: Sequence, now_s: float) -> None:
         """Let a new sequence wait."""

@@ -38,7 +38,9 @@ class Sequence:
     arrival_s: float
 
     order: Order = (0, 0.0, 0)
-    """Its place among the others: set when it is queued, and before each step by policies that look at progress."""
+    """Its place among the others: set when it is queued, and before a step by policies that look at progress."""
+    order_until: int = 0
+    """The number of its tokens from which that place may be another."""
     is_promoted: bool = False
     """Whether it waited too long, and is served before all others until it ends."""
     waiting_since_s: float = 0.0

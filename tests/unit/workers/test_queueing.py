@@ -52,7 +52,8 @@ class Arrivals:
         return [self.queue.pop(0.0) for _ in range(len(self.queue))]
 
     def level(self, sequence: Sequence) -> int:
-        return self.order.place(sequence)[0]
+        self.order.place(sequence)
+        return sequence.order[0]
 
 
 def test_first_come_is_first_served_whatever_its_priority() -> None:
@@ -127,6 +128,19 @@ def test_mlfq_sinks_with_its_output(num_output: int, level: int) -> None:
     sequence = arrivals.next(num_tokens=3, generated=(5,) * num_output, max_tokens=200)
 
     assert arrivals.level(sequence) == level
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, STEP - 1, 16 * STEP, 40 * STEP + 3])
+def test_mlfq_says_how_long_a_level_lasts(num_prompt_tokens: int) -> None:
+    arrivals = Arrivals(SchedulingPolicy.MLFQ)
+    sequence = arrivals.next(num_tokens=num_prompt_tokens, max_tokens=1000)
+    levels = []
+    for _ in range(1000):
+        was_due, before = len(sequence.token_ids) >= sequence.order_until, sequence.order
+        levels.append(arrivals.level(sequence))
+        assert was_due == (sequence.order != before)
+        sequence.token_ids.append(1)
+    assert len({*levels}) > 3
 
 
 @pytest.mark.parametrize(("num_steps", "level"), [(15, 0), (16, 1), (31, 1), (32, 2), (64, 3)])
