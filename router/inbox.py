@@ -1,7 +1,9 @@
 """What a replica sent for one request: replica.py fills it with frames, flight.py empties it at its client's pace."""
 
 import asyncio
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 from weft.v1 import inference_pb2, replica_pb2
@@ -18,6 +20,10 @@ class ReplicaLost:
     """The replica or the controller had said before that it leaves."""
 
 
+_MOST_TOKENS = 4096
+"""Tokens that are taken at once. With 20 log-probabilities each they make a message of 0.9 MB, of the 4 MiB that gRPC's
+clients take unless told otherwise."""
+
 Ending = replica_pb2.RequestFinished | replica_pb2.RequestFailed | ReplicaLost
 
 
@@ -33,12 +39,24 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 class Inbox:
     """What was sent and not yet taken, merged; bounded by the request's max_tokens. `close` it in any case."""
 
-    __slots__ = ("_ending", "_is_expired", "_is_new", "_logprobs", "_texts", "_token_ids", "_turn", "_turns", "_waits")
+    __slots__ = (
+        "_counts",
+        "_ending",
+        "_is_expired",
+        "_is_new",
+        "_logprobs",
+        "_texts",
+        "_token_ids",
+        "_turn",
+        "_turns",
+        "_waits",
+    )
 
     def __init__(self, turns: Turns) -> None:
         """`turns` are those of all requests: one lasts from a `take` to the next."""
         self._turns = turns
         self._token_ids: list[int] = []
+        self._counts: list[int] = []  # tokens of each output, whose text is beside it
         self._texts: list[str] = []
         self._logprobs: list[inference_pb2.TokenLogprobs] = []
         self._ending: Ending | None = None
@@ -50,8 +68,8 @@ class Inbox:
     def add(self, output: replica_pb2.RequestOutput) -> bool:
         """Append one output; True when it is the last of its request."""
         self._token_ids.extend(output.token_ids)
-        if output.text:
-            self._texts.append(output.text)
+        self._counts.append(len(output.token_ids))
+        self._texts.append(output.text)
         if output.logprobs:
             self._logprobs.extend(output.logprobs)
         if output.HasField("finished"):
@@ -72,7 +90,7 @@ class Inbox:
         self._wake()
 
     async def take(self) -> Received:
-        """Wait until something is there and it is the reader's turn, and take all of it.
+        """Wait until something is there and it is the reader's turn, and take it, or the first of very much.
 
         One reader at a time, which has passed on what it took before. Raises TimeoutError when the inbox has expired.
         """
@@ -85,15 +103,20 @@ class Inbox:
         self._is_new = False
         if self._is_empty:
             raise TimeoutError
+        num_tokens, num_outputs = len(self._token_ids), len(self._counts)
+        if num_tokens > _MOST_TOKENS:
+            sums = list(accumulate(self._counts))
+            num_outputs = max(1, bisect_right(sums, _MOST_TOKENS))
+            num_tokens = sums[num_outputs - 1]
+        is_all = num_outputs == len(self._counts)
         received = Received(
-            token_ids=tuple(self._token_ids),
-            text="".join(self._texts),
-            logprobs=tuple(self._logprobs),
-            ending=self._ending,
+            token_ids=tuple(self._token_ids[:num_tokens]),
+            text="".join(self._texts[:num_outputs]),
+            logprobs=tuple(self._logprobs[:num_tokens]),  # one for each token, or none
+            ending=self._ending if is_all else None,
         )
-        self._token_ids.clear()
-        self._texts.clear()
-        self._logprobs.clear()
+        del self._token_ids[:num_tokens], self._logprobs[:num_tokens]
+        del self._texts[:num_outputs], self._counts[:num_outputs]
         return received
 
     def close(self) -> None:
@@ -104,7 +127,7 @@ class Inbox:
 
     @property
     def _is_empty(self) -> bool:
-        return not self._token_ids and not self._texts and self._ending is None
+        return not self._counts and self._ending is None
 
     def _wake(self) -> None:
         if self._waits and self._turn is not None:

@@ -272,6 +272,32 @@ async def test_slow_reader_gets_everything_at_once() -> None:
     assert received.ending == ReplicaLost(reason="gone")
 
 
+async def test_reader_far_behind_gets_parts_that_a_client_takes() -> None:
+    inbox = Inbox(Turns())
+    for i in range(1000):
+        output = replica_pb2.RequestOutput(token_ids=range(10 * i, 10 * i + 10), text=f"{i},")
+        for token_id in output.token_ids:
+            output.logprobs.add(chosen=inference_pb2.Logprob(token_id=token_id))
+        inbox.add(output)
+    inbox.add(replica_pb2.RequestOutput(finished=replica_pb2.RequestFinished()))
+    parts = [await inbox.take() for _ in range(3)]
+    assert [len(part.token_ids) for part in parts] == [4090, 4090, 1820]
+    assert [token_id for part in parts for token_id in part.token_ids] == list(range(10_000))
+    for part in parts:
+        assert [each.chosen.token_id for each in part.logprobs] == list(part.token_ids)
+        first, last = part.token_ids[0] // 10, part.token_ids[-1] // 10
+        assert part.text == "".join(f"{i}," for i in range(first, last + 1)), "the text of these tokens"
+    assert [part.ending is not None for part in parts] == [False, False, True]
+
+
+async def test_output_that_is_large_alone_is_taken_whole() -> None:
+    inbox = Inbox(Turns())
+    inbox.add(replica_pb2.RequestOutput(token_ids=range(5000), text="a"))
+    inbox.add(replica_pb2.RequestOutput(text="b"))
+    assert len((await inbox.take()).token_ids) == 5000
+    assert (await inbox.take()).text == "b"
+
+
 async def test_what_came_before_the_deadline_is_given_and_then_the_wait_ends() -> None:
     inbox = Inbox(Turns())
     waiting = asyncio.create_task(inbox.take())
