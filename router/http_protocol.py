@@ -17,6 +17,9 @@ MAX_HEAD_BYTES = 64 << 10
 """Most bytes of a request's line and headers that come in several reads; one read of the event loop may hold 256 KiB.
 Trailers and what else is neither head nor body count too."""
 
+_LAST_BODY_S = 2.0
+"""How long a server that stops waits for the rest of a body."""
+
 _TOO_LARGE = "The request's head is too large."
 _TOO_SLOW = "The request's body did not come within {:g} s."
 
@@ -34,13 +37,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _is_in_body = False
     _is_continuing = False
     _num_head_bytes = 0
+    _num_unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
         self._head_limit = _TimeLimit(self.loop, self.limits.head_timeout_s, transport.close)
         self._body_limit = _TimeLimit(self.loop, self.limits.body_timeout_s, self._end_body)
-        self._write_limit = _TimeLimit(self.loop, self.limits.write_timeout_s, transport.abort)
+        self._write_limit = _TimeLimit(self.loop, self.limits.write_timeout_s, self._end_unless_taken)
         self._head_limit.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -60,9 +64,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             app = partial(_answer_unchunked, cycle, app)
         super()._start_asgi_task(cycle, app)
 
+    def shutdown(self) -> None:
+        """See uvicorn: the server stops. A request whose body is not there yet has not begun, and waits no longer."""
+        super().shutdown()
+        if self._is_in_body and not self.pipeline:
+            self._body_limit.limit_s = min(_LAST_BODY_S, self.limits.body_timeout_s)
+            self._body_limit.start()
+
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
         super().pause_writing()
+        self._num_unsent = self.transport.get_write_buffer_size()
         self._write_limit.start()
 
     def resume_writing(self) -> None:
@@ -145,13 +157,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._body_limit.stop()
             super().on_message_complete()
 
+    def _end_unless_taken(self) -> None:
+        """Cut off a client that has taken nothing since the last look; of a large answer it takes part after part."""
+        before, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
+        if self._num_unsent < before:
+            self._write_limit.start()
+        else:
+            self.transport.abort()
+
     def _end_body(self) -> None:
         """Answer 408, where nothing is answered yet, and close."""
         if self.pipeline:  # it is the router that does not read on: an answer before this one is not finished
             self._body_limit.start()
             return
         if not self.cycle.response_started:
-            message = _TOO_SLOW.format(self.limits.body_timeout_s).encode()
+            message = _TOO_SLOW.format(self._body_limit.limit_s).encode()
             head = b"HTTP/1.1 408 Request Timeout\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
             self.transport.write(head + b"Content-Length: %d\r\n\r\n" % len(message) + message)
         self.transport.close()
@@ -162,7 +182,7 @@ class _TimeLimit:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, end: Callable[[], None]) -> None:
         self._loop = loop
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._end = end
         self._timer: asyncio.TimerHandle | None = None
 
@@ -171,7 +191,8 @@ class _TimeLimit:
         return self._timer is not None
 
     def start(self) -> None:
-        self._timer = self._loop.call_later(self._limit_s, self._end)
+        self.stop()
+        self._timer = self._loop.call_later(self.limit_s, self._end)
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -11,6 +11,7 @@ from helpers.fake_replica import FakeReplica
 from helpers.router_harness import router_config, running_router
 from uvicorn.server import ServerState
 
+from router import http_protocol
 from router.config import ClientConfig
 from router.http_protocol import bounded_protocol
 
@@ -212,11 +213,16 @@ def _no_app(*_: object) -> None: ...
 
 
 class _Transport(asyncio.Transport):
-    """Of a client that takes nothing, until it is cut off."""
+    """Of a client that takes nothing, or so much from one look to the next, until it is cut off."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_unsent: int = 1 << 20, taken: int = 0) -> None:
         super().__init__()
         self.aborted = asyncio.Event()
+        self.num_unsent, self.taken = num_unsent, taken
+
+    def get_write_buffer_size(self) -> int:
+        self.num_unsent = max(0, self.num_unsent - self.taken)
+        return self.num_unsent
 
     def abort(self) -> None:
         self.aborted.set()
@@ -239,3 +245,29 @@ async def test_client_that_takes_no_answer_is_cut_off() -> None:
     await asyncio.wait_for(stuck.aborted.wait(), 10)
     assert not reading.aborted.is_set()
     protocol.connection_lost(OSError())
+
+
+async def test_client_that_takes_a_large_answer_slowly_is_not_cut_off() -> None:
+    protocol = bounded_protocol(ClientConfig(write_timeout_s=0.01))(uvicorn.Config(_no_app), ServerState(), {})
+    slow = _Transport(num_unsent=100, taken=10)
+    protocol.connection_made(slow)
+    protocol.pause_writing()
+
+    await asyncio.wait_for(slow.aborted.wait(), 10)  # when it stops
+    assert slow.num_unsent == 0
+    protocol.connection_lost(OSError())
+
+
+async def test_half_a_body_does_not_keep_a_server_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_LAST_BODY_S", 0.05)
+    async with FakeReplica("a", paused=True) as a:
+        async with asyncio.timeout(10), listening(a) as address:
+            whole, half = [await asyncio.open_connection(*address) for _ in range(2)]
+            whole[1].write(HEAD + BODY)
+            half[1].write(HEAD + BODY[:5])
+            await a.wait_until(lambda: a.num_requests == 1)
+            asyncio.get_running_loop().call_later(0.2, a.resume)
+        assert (await whole[0].read()).startswith(b"HTTP/1.1 200 OK"), "it was in flight"
+        assert (await half[0].read()).startswith(b"HTTP/1.1 408 Request Timeout")
+        for _, writer in (whole, half):
+            writer.close()
