@@ -24,6 +24,14 @@ from grpc import StatusCode
 _MAX_END_CHARS = 300
 
 
+def without_its_middle(message: str) -> str:
+    """Return a message that quotes something long with only its two ends."""
+    num_left_out = len(message) - 2 * _MAX_END_CHARS
+    if num_left_out <= 0:
+        return message
+    return f"{message[:_MAX_END_CHARS]}... ({num_left_out} characters) ...{message[-_MAX_END_CHARS:]}"
+
+
 class RouterError(Exception):
     """Base of everything the router raises on purpose; `code` and `http_status` are what its client sees.
 
@@ -35,10 +43,7 @@ class RouterError(Exception):
     http_status = 500
 
     def __init__(self, message: str) -> None:
-        num_left_out = len(message) - 2 * _MAX_END_CHARS
-        if num_left_out > 0:
-            message = f"{message[:_MAX_END_CHARS]}... ({num_left_out} characters) ...{message[-_MAX_END_CHARS:]}"
-        super().__init__(message)
+        super().__init__(without_its_middle(message))
 
 
 class InvalidRequestError(RouterError):

@@ -15,7 +15,7 @@ import codecs
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
@@ -31,9 +31,9 @@ from starlette.routing import Route
 
 from router.call import Dispatch, max_context_of
 from router.convert import MAX_REQUEST_ID_CHARS, check_request_id
-from router.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, RouterError
+from router.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, RouterError, without_its_middle
 from router.keys import KeyRing, OneRequest, Tenant
-from router.openai_exchange import Exchange, json_response
+from router.openai_exchange import Exchange, json_response, until_disconnect
 from router.openai_render import (
     RETRY_HEADERS,
     ChatRenderer,
@@ -156,7 +156,7 @@ class _Front:
         adds = asked.add_special_tokens is not False
         model = asked.model or ""
         work = self._dispatch.tokenize(model, asked.content, add_special_tokens=adds)
-        token_ids = await _within(timeout_s, work)
+        token_ids = await _while_asked(request, timeout_s, work)
         max_context = max_context_of(model, self._dispatch.list_models())
         return json_response(
             {"count": len(token_ids), "max_model_len": max_context, "tokens": token_ids, "token_strs": None}
@@ -167,7 +167,7 @@ class _Front:
         asked = parse_detokenize_request(await _read_body(request, self._max_body_bytes))
         work = self._dispatch.detokenize(asked.model or "", asked.tokens, skip_special_tokens=False)
         try:
-            return json_response({"prompt": await _within(timeout_s, work)})
+            return json_response({"prompt": await _while_asked(request, timeout_s, work)})
         except InvalidRequestError as error:
             raise error.renamed("token_ids", "tokens") from error
 
@@ -280,12 +280,16 @@ def _named(caller: _Caller, asked: CompletionRequest | ChatCompletionRequest, re
     return caller._replace(request_id=asked.request_id)
 
 
-async def _within(timeout_s: float | None, work: Awaitable[T]) -> T:
+async def _while_asked(request: Request, timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
+    """Do `work`. Raises DeadlineError after the time, ClientDisconnect when nobody waits any more."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await work
+            done = await until_disconnect(request.receive, work)
     except TimeoutError:
         raise DeadlineError("the deadline passed before the answer was there") from None
+    if done is None:
+        raise ClientDisconnect
+    return done
 
 
 def _read_timeout(text: str | None) -> float | None:
@@ -353,7 +357,8 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
             message = f"{asked} is not served; allowed: {(error.headers or {}).get('Allow', '')} {request.url.path}"
         case _:
             message = error.detail
-    return _json_error(request, error_body(message, error.status_code), error.status_code, dict(error.headers or {}))
+    body = error_body(without_its_middle(message), error.status_code)
+    return _json_error(request, body, error.status_code, dict(error.headers or {}))
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

@@ -49,7 +49,7 @@ class Exchange:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve, as ASGI wants it. Raises RouterError where nothing was sent yet."""
         try:
-            await _until_disconnect(receive, self._serve(scope, receive, send))
+            await until_disconnect(receive, self._serve(scope, receive, send))
         except InvalidRequestError as error:
             raise error.renamed("max_tokens", self._max_tokens_name) from error
 
@@ -86,16 +86,16 @@ class Exchange:
             await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
 
 
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`; cancel it when the client goes away, and come back only when it has ended."""
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do `work`; cancel it when the client goes away, and come back, with None, only when it has ended."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            working.result()
-        else:
-            logger.debug("a client went away; its calls are aborted")
+            return working.result()
+        logger.debug("a client went away; what it asked for is aborted")
+        return None
     finally:
         working.cancel()
         watching.cancel()

@@ -1,13 +1,15 @@
 """Bodies, paths, pages of other origins, health and readiness."""
 
+import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import httpx
 import pytest
 from helpers.fake_dispatch import FakeDispatch
-from helpers.openai_front import complete
+from helpers.openai_front import MODEL, complete, serving
 
 from router.openai import create_app
 
@@ -57,6 +59,38 @@ async def test_path_that_is_not_served_is_told_and_nobody_is_sent_elsewhere(http
         if response.status_code == 404 and "models" not in path:
             assert error["message"].startswith(f"{method} {path} is not served; allowed: /v1/models, /v1/models/")
             assert "/v1/chat/completions, /tokenize" in error["message"]
+
+
+class _SlowTokenizers(FakeDispatch):
+    """Its tokenizers work until nobody waits any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.left = asyncio.Event(), asyncio.Event()
+
+    async def tokenize(self, *_: object, **__: object) -> tuple[int, ...]:
+        return await self._work()
+
+    async def detokenize(self, *_: object, **__: object) -> str:
+        return await self._work()
+
+    async def _work(self) -> NoReturn:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("path", "field"), [("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [1]})])
+async def test_nobody_works_on_for_a_client_that_left(path: str, field: dict[str, object]) -> None:
+    dispatch = _SlowTokenizers()
+    async with serving(dispatch) as url, httpx.AsyncClient(base_url=url) as http, asyncio.timeout(10):
+        asking = asyncio.create_task(http.post(path, json={"model": MODEL} | field))
+        await dispatch.begun.wait()
+        asking.cancel()
+        await dispatch.left.wait()
 
 
 async def test_pages_of_other_origins_may_ask_only_where_the_operator_says_so(dispatch: FakeDispatch) -> None:
