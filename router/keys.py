@@ -22,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -98,13 +99,13 @@ class Tenant:
         if request.is_counted:
             return
         now_s = self._clock()
-        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
-            wait_s = 0.0 if bucket is None else bucket.wait_s(now_s)
-            if bucket is not None and wait_s > 0:
-                raise RateLimitedError(
-                    f"key {self.name!r} has used its {what}; allowed: {bucket.per_minute:g} a minute",
-                    retry_after_s=wait_s,
-                )
+        named = (("requests", self._requests), ("tokens", self._tokens))
+        used = [(wait_s, what, b) for what, b in named if b is not None and (wait_s := b.wait_s(now_s)) > 0]
+        if used:
+            wait_s, what, bucket = max(used, key=itemgetter(0))
+            raise RateLimitedError(
+                f"key {self.name!r} has used its {what}; allowed: {bucket.per_minute:g} a minute", retry_after_s=wait_s
+            )
         if self._requests is not None:
             self._requests.take(1)
         request.is_counted = True

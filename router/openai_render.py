@@ -339,7 +339,9 @@ def error_body(message: str, status: int, *, param: str | None = None, code: str
 
 
 def error_headers(error: RouterError) -> dict[str, str]:
-    """Return the headers of an error answer: when to try again, where that is known."""
+    """Return the headers of an error answer: when to try again, where that is known, or that a key is wanted."""
+    if isinstance(error, UnauthenticatedError):
+        return {"www-authenticate": "Bearer"}
     if not isinstance(error, OverloadedError):
         return {}
     waits = (error.retry_after_s, error.retry_after_s * 1000)

@@ -67,6 +67,17 @@ def test_requests_and_tokens_are_limited_and_come_back_with_time(write: Callable
     alice.admit(OneRequest())
 
 
+def test_who_has_used_both_rates_is_told_the_longer_wait(write: Callable[..., Path]) -> None:
+    now_s = [100.0]
+    alice = ring(write({"requests_per_minute": 1, "tokens_per_minute": 10}), now_s).identify(f"Bearer {ALICE}")
+    alice.admit(OneRequest())
+    alice.spend(60)
+    with pytest.raises(RateLimitedError, match="its tokens") as refused:
+        alice.admit(OneRequest())
+    now_s[0] += refused.value.retry_after_s + 0.01
+    alice.admit(OneRequest())
+
+
 def test_a_request_of_many_calls_counts_once_when_it_is_admitted(write: Callable[..., Path]) -> None:
     now_s = [0.0]
     alice = ring(write({"requests_per_minute": 1}), now_s).identify(f"Bearer {ALICE}")
@@ -272,6 +283,7 @@ async def test_both_front_ends_want_a_key_and_keep_its_rate(write: Callable[...,
                     http.post("/detokenize", json={"tokens": [1]}, headers=headers),
                 ):
                     assert response.status_code == 401
+                    assert response.headers["www-authenticate"] == "Bearer"
                     assert response.json()["error"]["code"] == "invalid_api_key"
             assert (await http.get("/health")).status_code == 200
             async with grpc.aio.insecure_channel(router.addresses.grpc) as channel:
