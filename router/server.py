@@ -5,6 +5,7 @@ A thin transcoder: it turns wire messages into calls, deltas into wire messages,
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -299,7 +300,7 @@ class GrpcListener:
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.so_reuseport", int(shares_port)),  # by default a taken port is shared without a word
                 ("grpc.keepalive_time_ms", 30_000),  # finds clients that went away without closing
-                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", math.ceil(max(10.0, write_timeout_s) * 1000)),  # of any byte taken, too
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             )
