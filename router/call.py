@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from weft.v1 import inference_pb2 as pb
 
+from router.errors import RouterError
 from router.keys import OneRequest, Tenant
 from router.model_text import ModelText
 from router.spans import TraceContext
@@ -122,6 +123,9 @@ class Dispatch(Protocol):
 
     def generate(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta, None]:
         """Serve one call. Closing the generator, or cancelling the task that reads it, aborts the call everywhere."""
+
+    def refuse(self, error: RouterError, *, request_id: str, tenant: Tenant | None) -> None:
+        """Count a call that was refused with this error before it was one."""
 
     async def tokenize(
         self, model: str, prompt: str | Conversation, *, add_special_tokens: bool = True

@@ -7,9 +7,11 @@ Text work runs in the tokenizer pool; replicas are the business of flight.py. Ev
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import TypeVar
+
+from weft.v1.inference_pb2 import SamplingParams
 
 from router.admission import Admission
 from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName
@@ -24,9 +26,9 @@ from router.convert import (
     complete_sampling,
 )
 from router.directory import Directory, ModelRoute
-from router.errors import DeadlineError, NoReplicaError
+from router.errors import DeadlineError, NoReplicaError, RouterError
 from router.flight import Flight, PreparedRequest
-from router.keys import cache_space
+from router.keys import Tenant, cache_space
 from router.metrics import RouterMetrics
 from router.model_text import ModelText
 from router.spans import NO_TRACER, Span, Tracer
@@ -79,6 +81,12 @@ class Dispatcher:
                         delta = await flight.next()
                         account.receive(delta)
                         yield delta
+
+    def refuse(self, error: RouterError, *, request_id: str, tenant: Tenant | None) -> None:
+        """Count a call that was refused with this error before it was one."""
+        call = GenerateCall(sampling=SamplingParams(), request_id=request_id, tenant=tenant)
+        with suppress(RouterError), CallAccount(call, self._metrics, self._tracer, deadline_s=None):
+            raise error
 
     async def tokenize(
         self, model: str, prompt: str | Conversation, *, add_special_tokens: bool = True

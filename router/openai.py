@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
@@ -55,6 +56,7 @@ from router.openai_types import (
 from router.spans import TraceContext, read_context
 
 T = TypeVar("T")
+_AskedToGenerate = CompletionRequest | ChatCompletionRequest
 
 _CLIENT_CLOSED_REQUEST = 499
 _TIMEOUT_HEADER = "X-Request-Timeout"
@@ -141,14 +143,10 @@ class _Front:
         self._started_at = int(time.time())
 
     async def complete(self, request: Request) -> Exchange:
-        caller = self._caller(request)
-        asked = parse_request(await _read_body(request, self._max_body_bytes), CompletionRequest)
-        return self._exchange(asked, CompletionRenderer, _named(caller, asked, request))
+        return await self._generate(request, partial(parse_request, kind=CompletionRequest), CompletionRenderer)
 
     async def chat(self, request: Request) -> Exchange:
-        caller = self._caller(request)
-        asked = parse_request(await _read_body(request, self._max_body_bytes), ChatCompletionRequest)
-        return self._exchange(asked, ChatRenderer, _named(caller, asked, request))
+        return await self._generate(request, partial(parse_request, kind=ChatCompletionRequest), ChatRenderer)
 
     async def tokenize(self, request: Request) -> Response:
         timeout_s = self._admit(request).timeout_s
@@ -223,9 +221,22 @@ class _Front:
             timeout_s=_read_timeout(request.headers.get(_TIMEOUT_HEADER)),
         )
 
-    def _exchange(
-        self, asked: CompletionRequest | ChatCompletionRequest, kind: type[Renderer], caller: "_Caller"
+    async def _generate(
+        self,
+        request: Request,
+        parse: Callable[[bytes], _AskedToGenerate],
+        kind: type[Renderer],
     ) -> Exchange:
+        caller = self._caller(request)
+        body = await _read_body(request, self._max_body_bytes)
+        try:
+            asked = parse(body)
+            return self._exchange(asked, kind, _named(caller, asked, request))
+        except RouterError as error:
+            self._dispatch.refuse(error, request_id=kind.id_prefix + caller.request_id, tenant=caller.tenant)
+            raise
+
+    def _exchange(self, asked: _AskedToGenerate, kind: type[Renderer], caller: "_Caller") -> Exchange:
         response_id = kind.id_prefix + caller.request_id
         of_caller: dict[str, Any] = {
             "tenant": caller.tenant,
@@ -268,7 +279,7 @@ class _Caller(NamedTuple):
     """Time left to the client's deadline; None: none."""
 
 
-def _named(caller: _Caller, asked: CompletionRequest | ChatCompletionRequest, request: Request) -> _Caller:
+def _named(caller: _Caller, asked: _AskedToGenerate, request: Request) -> _Caller:
     """Return the caller with the id of the body, where the headers have none. Raises InvalidRequestError."""
     if not asked.request_id or request.headers.get(_ID_HEADER):
         return caller

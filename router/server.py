@@ -55,11 +55,13 @@ class InferenceServer(InferenceServicer):
         """Stream the deltas of one call; a client that cancels, or its deadline, cancels this task and so the call."""
         try:
             tenant = self._identify(context)
-            call = replace(
-                generate_call(request, timeout_s=context.time_remaining()),
-                tenant=tenant,
-                trace_context=read_context(context.invocation_metadata() or ()) if self._reads_trace_context else (),
-            )
+            try:
+                asked = generate_call(request, timeout_s=context.time_remaining())
+            except RouterError as error:
+                self._dispatch.refuse(error, request_id=request.request_id, tenant=tenant)
+                raise
+            trace_context = read_context(context.invocation_metadata() or ()) if self._reads_trace_context else ()
+            call = replace(asked, tenant=tenant, trace_context=trace_context)
             async with (
                 _PatientWriter(context, self._write_timeout_s) as writer,
                 aclosing(self._dispatch.generate(call)) as deltas,

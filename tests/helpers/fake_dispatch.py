@@ -7,6 +7,7 @@ from weft.v1 import inference_pb2 as pb
 
 from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName
 from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
+from router.keys import Tenant
 from router.model_text import ModelText
 
 EOS = 256
@@ -24,6 +25,7 @@ class FakeDispatch:
         self.model = ModelCard(name="fake/model", max_context=64, vocab_size=VOCAB_SIZE, ready_replicas=1)
         self.calls: list[GenerateCall] = []
         self.tokenized: list[str | Conversation] = []
+        self.refused: list[tuple[RouterError, str]] = []
         self.aborted: list[str] = []
         """Request ids of the calls that were closed before their end."""
         self.error: Exception | None = None
@@ -50,6 +52,9 @@ class FakeDispatch:
             if not is_over:
                 self.aborted.append(call.request_id)
                 self._changed.set()
+
+    def refuse(self, error: RouterError, *, request_id: str, tenant: Tenant | None) -> None:
+        self.refused.append((error, request_id))
 
     async def tokenize(
         self, model: str, prompt: str | Conversation, *, add_special_tokens: bool = True

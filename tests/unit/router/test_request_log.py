@@ -171,3 +171,29 @@ async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptur
         await router.wait_ready(1)
         await router.generate(text_request("x"))
     assert lines(caplog) == []
+
+
+async def test_requests_that_cannot_be_read_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeReplica("a") as a:
+        config = router_config(a.address, http_port=0, metrics_port=0, metrics=MetricsConfig(log_requests=True))
+        async with (
+            running_router(config) as router,
+            httpx.AsyncClient(base_url=f"http://{router.addresses.http}") as http,
+        ):
+            await router.wait_ready(1)
+            for path, body in (
+                ("completions", "{"),
+                ("completions", '{"n": 0}'),
+                ("chat/completions", '{"messages": 1}'),
+            ):
+                answer = await http.post(f"/v1/{path}", content=body, headers={"x-request-id": "mine"})
+                assert answer.status_code == 400
+            with pytest.raises(grpc.aio.AioRpcError, match="no prompt"):
+                await router.generate(pb.GenerateRequest(request_id="of gRPC"))
+            assert await router.outcomes(4) == {"invalid_argument": 4}
+    assert [request["request_id"] for request in lines(caplog)] == [
+        "cmpl-mine",
+        "cmpl-mine",
+        "chatcmpl-mine",
+        "of gRPC",
+    ]
