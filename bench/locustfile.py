@@ -170,7 +170,7 @@ class CompletionsUser(HttpUser):
                     if chunk.usage is not None:
                         num_tokens = chunk.usage.completion_tokens
                     if chunk.error is not None:
-                        error = RuntimeError(chunk.error.message)
+                        error = RuntimeError(chunk.reason)
             except (requests.RequestException, ValueError) as broken:  # it broke off, or is no JSON
                 error = broken
         if error is None and not (has_end and num_tokens):

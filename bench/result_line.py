@@ -18,14 +18,14 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 def end_with_line(
     benchmark: str, fields: Mapping[str, Any], *, has_torch: bool = False, file: Path | None = None
 ) -> None:
-    """Print the line, and add it to the file. Raises BenchError when that cannot be written.
+    """Add the line to the file, and print it. Raises BenchError when the file cannot be written.
 
     `has_torch`: what torch computes with in this process belongs to it.
     """
     line = make_line(benchmark, fields, has_torch=has_torch)
-    print(line)
     if file is not None:
         append_line(line, file)
+    print(line)
 
 
 def make_line(benchmark: str, fields: Mapping[str, Any], *, has_torch: bool = False) -> str:

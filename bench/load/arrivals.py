@@ -54,6 +54,9 @@ class ClosedLoop:
             raise BenchConfigError(f"--concurrency is {self.concurrency}; allowed: 1 or more")
 
 
+_EVEN = 1e9
+"""A burstiness from which gaps are as good as equal; `random` never comes back from some 1e300 times as large ones."""
+
 Load = OpenLoop | Replay | ClosedLoop
 
 
@@ -68,4 +71,4 @@ def draw_offsets(load: OpenLoop, rng: random.Random) -> Iterator[float]:
     while True:
         yield offset_s
         if mean_s:
-            offset_s += mean_s if math.isinf(shape) else rng.gammavariate(shape, mean_s / shape)
+            offset_s += mean_s if shape > _EVEN else rng.gammavariate(shape, mean_s / shape)

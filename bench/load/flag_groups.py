@@ -137,7 +137,7 @@ class PromptFlags:
     temperature: Annotated[float, of_prompts(min=0, help="0: greedy.")] = 0.0
     top_k: Annotated[int | None, of_prompts(min=0, help="0: off. Default: as the service has it, else off.")] = None
     top_p: Annotated[float | None, of_prompts(min=1e-6, max=1, help="1: off. Default: as for --top-k.")] = None
-    repetition_penalty: Annotated[float | None, of_prompts(help="1: off. Default: as for --top-k.")] = None
+    repetition_penalty: Annotated[float | None, of_prompts(min=1e-6, help="1: off. Default: as for --top-k.")] = None
     ignore_eos: Annotated[
         bool, of_prompts("--ignore-eos/--no-ignore-eos", help="Always generate to the full length.")
     ] = True

@@ -46,8 +46,8 @@ class ChunkChoice(Struct):
 class ChunkError(Struct):
     """Why an answer ends early, or a request was refused."""
 
-    message: str = ""
-    type: str = ""
+    message: str | None = ""
+    type: str | None = ""
 
 
 class Chunk(Struct):
@@ -55,7 +55,13 @@ class Chunk(Struct):
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
-    error: ChunkError | None = None
+    error: ChunkError | str | None = None
+    """Some services have only a text."""
+
+    @property
+    def reason(self) -> str:
+        """What the error says; empty: there is none, or it says nothing."""
+        return self.error if isinstance(self.error, str) else (self.error and self.error.message) or ""
 
     @staticmethod
     def decode(data: bytes) -> "Chunk":

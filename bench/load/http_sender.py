@@ -21,7 +21,8 @@ from bench.load.http_chunks import Chunk, ChunkError
 from bench.load.records import CallError, ErrorKind, Usage
 from bench.load.sender import Received, ServedModel, Target, choose_model
 
-_END_TIMEOUT_S = 1.0
+_END_TIMEOUT_S = 0.01
+"""For the end of a response that is complete: a slot of a closed loop waits for it."""
 
 _KINDS = {
     HTTPStatus.UNAUTHORIZED: ErrorKind.UNAUTHENTICATED,
@@ -95,7 +96,7 @@ class HttpSender:
             "model": self._model,
             "max_tokens": call.num_out,
             **self._target.sampling,
-            "ignore_eos": self._target.ignore_eos,
+            **({"ignore_eos": True} if self._target.ignore_eos else {}),  # services may refuse what they do not know
             "cache_salt": cache_salt,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -119,7 +120,7 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
             break
         chunk = Chunk.decode(data)
         if chunk.error is not None:
-            raise CallError(_kind_of_error(chunk.error), chunk.error.message)
+            raise CallError(_kind_of_error(chunk.error), chunk.reason)
         for choice in chunk.choices:
             if choice.has_text:
                 received(1)
@@ -148,7 +149,7 @@ def _message_of(body: bytes) -> str:
         chunk = Chunk.decode(body)
     except msgspec.DecodeError:
         chunk = Chunk()
-    return chunk.error.message if chunk.error else body.decode(errors="replace")[:500]
+    return chunk.reason or body.decode(errors="replace")[:500]
 
 
 def _kind_of(status: int) -> ErrorKind:
@@ -175,6 +176,6 @@ _KINDS_OF_TYPES = {
 }
 
 
-def _kind_of_error(error: ChunkError) -> ErrorKind:
+def _kind_of_error(error: ChunkError | str) -> ErrorKind:
     """Return the kind of an error that comes in the middle of a stream, where there is no status."""
-    return _KINDS_OF_TYPES.get(error.type, ErrorKind.SERVER)
+    return ErrorKind.SERVER if isinstance(error, str) else _KINDS_OF_TYPES.get(error.type or "", ErrorKind.SERVER)

@@ -33,12 +33,12 @@ def run_offline(engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags, *,
         check_line_file(json_file)
 
     def tell(result: OfflineResult) -> None:
+        if json_file is not None:  # first: whoever reads the tables may have closed the pipe
+            append_line(offline_line(options, result), json_file)
         print_offline(console, engine.model, result)
         num_calls = min(repeats[0].summary.num_requests for repeats in result.repeats.values())
         if engine.dataset == DatasetKind.TRACE and num_calls < (engine.num_requests or 0):
             warn(console, short_dataset(num_calls))
-        if json_file is not None:
-            append_line(offline_line(options, result), json_file)
 
     with _until_terminated(), OfflineProgress(console) as watcher:
         measure_offline(options, tell, watcher)

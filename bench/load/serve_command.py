@@ -62,10 +62,10 @@ async def _until_terminated(measuring: Awaitable[Outcome]) -> None:
 def _tell(
     options: ServeOptions, outcome: Outcome, console: Console, *, json_file: Path | None, plot: Path | None
 ) -> None:
+    if json_file is not None:  # first: whoever reads the tables may have closed the pipe
+        append_line(serve_line(options, outcome), json_file)
     print_sweep(console, outcome.points)
     print_limits(console, outcome)
-    if json_file is not None:
-        append_line(serve_line(options, outcome), json_file)
     if plot is not None:
         name = "" if outcome.model is None else outcome.model.name
         title = f"{name} over {options.target.protocol}, {options.dataset.kind} prompts"

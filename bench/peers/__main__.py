@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     outcome = measure(options, tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
     print_report(Console(), outcome)
     end_with_line("peers", make_report(options, outcome), file=args.json)
+    if outcome.failure is not None:
+        raise outcome.failure
     if outcome.was_interrupted:
         sys.exit(_INTERRUPTED)
 

@@ -58,13 +58,14 @@ class Outcome:
     agreements: dict[str, dict[str, Agreement]] = field(default_factory=dict)
     """How the tokens of each workload and peer compare with Weft's."""
     was_interrupted: bool = False
-    """Whether Ctrl-C ended it before the last round."""
+    """Whether it ended before the last round, by Ctrl-C or as Weft failed."""
+    failure: WorkerError | None = None
 
 
 def measure(options: Options, *, tell: Callable[[str], None]) -> Outcome:
-    """Run the whole comparison; `tell` gets a line for each thing that happens. Ctrl-C ends the rounds early.
+    """Run the whole comparison; `tell` gets a line for each thing that happens.
 
-    Raises WorkerError when Weft itself fails.
+    Ctrl-C ends the rounds early, and so does a failure of Weft. Raises WorkerError when nothing was measured before it.
     """
     outcome = Outcome()
     with _started(options, outcome, tell) as workers:
@@ -74,11 +75,12 @@ def measure(options: Options, *, tell: Callable[[str], None]) -> Outcome:
         try:
             for index, workload, engine in interleave([WEFT, *options.peers], options.workloads, options.rounds):
                 run.section(index, workload, engine)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, WorkerError) as error:
             if not outcome.measured:
                 raise
             outcome.was_interrupted = True
-            tell("interrupted; medians are of the rounds till then")
+            outcome.failure = error if isinstance(error, WorkerError) else None
+            tell(f"{outcome.failure or 'interrupted'}; medians are of the rounds till then")
     return outcome
 
 

@@ -37,13 +37,17 @@ class OpenVino:
         scheduler.max_num_batched_tokens = 2048
         scheduler.enable_prefix_caching = True
         properties = {"INFERENCE_PRECISION_HINT": self._precision, "INFERENCE_NUM_THREADS": setup.num_threads}
+        self._cache = "u8"  # its default whatever it computes in, and faster
+        if setup.dtype == "float32":  # in which engines are compared token by token
+            self._cache = properties["KV_CACHE_PRECISION"] = "f32"
         self._pipeline = _API.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
         self._num_requests = 0
 
     def describe(self) -> Loaded:
         """Return versions, and the precision of weights and of computing."""
         return Loaded(
-            packages=packages("openvino", "openvino-genai"), dtype=f"{self._weights} weights, {self._precision}"
+            packages=packages("openvino", "openvino-genai"),
+            dtype=f"{self._weights} weights, {self._precision}, keys and values {self._cache}",
         )
 
     def run(self, job: Job) -> Answer:

@@ -27,7 +27,7 @@ from rich.table import Table
 from weft.tokenizer.errors import TokenizerError
 from weft.tokenizer.load import load_tokenizer
 
-from bench.errors import BenchConfigError
+from bench.errors import BenchConfigError, BenchError
 from bench.load.arrivals import Load
 from bench.load.datasets import DatasetOptions
 from bench.load.flag_groups import LoadFlags
@@ -113,23 +113,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(args)
     console = Console(stderr=True)
     measured: list[Measured] = []
-    was_interrupted = False
+    broke_off: KeyboardInterrupt | BenchError | None = None
     try:
         measure_both(options, measured, tell=lambda line: console.print(line, highlight=False, markup=False))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BenchError) as error:
         if not measured:
             raise
-        was_interrupted = True
+        broke_off = error
     rows = summarize(measured)
     _print(Console(), rows, title=f"{args.model}, {options.dtype}, over HTTP")
     fields = {
         "settings": {name: str(value) for name, value in vars(args).items()},
-        "was_interrupted": was_interrupted,
+        "was_interrupted": broke_off is not None,
         "rows": to_plain(rows),
         "measured": to_plain(measured),
     }
     end_with_line("peers.served", fields, file=args.json)
-    if was_interrupted:
+    if isinstance(broke_off, BenchError):
+        raise broke_off
+    if broke_off is not None:
         sys.exit(_INTERRUPTED)
 
 
@@ -270,7 +272,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=count, default=64, help="requests that run at once (%(default)s)")
     parser.add_argument("--venvs", type=Path, default=default_venvs(), help="where vLLM's is (%(default)s)")
     add_json_flag(parser)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if not args.duration:
+        parser.error("--duration is 0; allowed: seconds, more than 0")
+    return args
 
 
 def _options(args: argparse.Namespace) -> Options:

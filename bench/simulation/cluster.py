@@ -187,7 +187,8 @@ class SimulatedCluster:
         duration_s = max(record.end_s for record in records) - self._first_s
         counters = [replica.scheduler.counters for replica in replicas]
         shares = [replica.busy_s / replica.lived_s for replica in replicas if replica.lived_s] or [0.0]
-        busy_share = math.fsum(shares) / len(shares)
+        lived_s = math.fsum(replica.lived_s for replica in replicas)
+        busy_share = math.fsum(replica.busy_s for replica in replicas) / max(lived_s, 1e-9)
         routes = [router.route for router in self.routers]
         num_choices = sum(router.num_choices for router in self.routers)
         return ClusterOutcome(

@@ -87,12 +87,12 @@ def simulate_cluster(options: ClusterOptions, *, json_file: Path | None) -> None
         outcomes = [
             SimulatedCluster(make_arrivals(options), _settings(options, policy)).run() for policy in options.policies
         ]
+    if json_file is not None:  # first: whoever reads the table may have closed the pipe
+        append_line(outcomes_line(options, outcomes), json_file)
     console = Console()
     print_outcomes(console, [_cells(each) for each in outcomes])
     for warning in _idle_failures(options, outcomes):
         warn(console, warning)
-    if json_file is not None:
-        append_line(outcomes_line(options, outcomes), json_file)
 
 
 def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:

@@ -184,9 +184,9 @@ def simulate(options: Options, *, json_file: Path | None) -> None:
     jobs = _jobs(options)
     with only_errors("workers.roster"):  # it warns of each preemption
         outcomes = [_run(jobs, policy, options) for policy in options.policies]
-    print_outcomes(Console(), [_cells(each) for each in outcomes])
-    if json_file is not None:
+    if json_file is not None:  # first: whoever reads the table may have closed the pipe
         append_line(outcomes_line(options, outcomes), json_file)
+    print_outcomes(Console(), [_cells(each) for each in outcomes])
 
 
 def parse_policies(names: str) -> tuple[SchedulingPolicy, ...]:

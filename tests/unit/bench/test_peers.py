@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from bench.errors import BenchError
+from bench.peers import __main__ as peers_command
 from bench.peers import measure as measuring
 from bench.peers.__main__ import main
 from bench.peers.catalog import PEERS, READY, WEFT, Start, find_start
@@ -255,6 +256,7 @@ def test_an_interrupt_leaves_what_was_measured(tmp_path: Path, monkeypatch: pyte
 
     outcome = measure(options, tell=tell)
 
+    assert outcome.failure is None
     assert [(each.round, each.engine) for each in outcome.measured] == [(1, WEFT), (1, "vllm")]
     assert outcome.was_interrupted
     assert "interrupted" in lines[-1]
@@ -278,7 +280,7 @@ def test_a_failure_of_weft_itself_ends_the_comparison(tmp_path: Path, monkeypatc
         measure(_options(tmp_path), tell=lambda line: None)
 
 
-def test_a_failure_of_weft_amid_the_rounds_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_weft_amid_the_rounds_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "find_start", lambda name, **_: _fake_start("works"))
     lines: list[str] = []
     run = Worker.run
@@ -289,9 +291,15 @@ def test_a_failure_of_weft_amid_the_rounds_ends_the_comparison(tmp_path: Path, m
         return run(worker, job, timeout_s=timeout_s)
 
     monkeypatch.setattr(Worker, "run", fail_later)
+    outcome = measure(_options(tmp_path, "vllm"), tell=lines.append)
+    assert lines[-1] == "weft: out of memory; medians are of the rounds till then"
+    assert [(each.round, each.engine) for each in outcome.measured] == [(1, WEFT), (1, "vllm")]
+    assert outcome.was_interrupted
+
+    monkeypatch.setattr(peers_command, "measure", lambda *_, **__: outcome)
     with pytest.raises(WorkerError, match="weft: out of memory"):
-        measure(_options(tmp_path, "vllm"), tell=lines.append)
-    assert lines[-1].startswith("round 1 W1 vllm")
+        main(["--geometry", str(tmp_path / "model"), "--peers", "vllm", "--json", str(tmp_path / "line")])
+    assert json.loads((tmp_path / "line").read_text())["was_interrupted"]
 
 
 def test_a_peer_without_an_environment_says_how_to_make_one(tmp_path: Path) -> None:

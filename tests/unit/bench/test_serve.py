@@ -518,6 +518,19 @@ async def test_end_without_text_is_a_time_and_usage_is_the_last_that_came(
 
 
 @pytest.mark.parametrize(
+    ("error", "reason"), [("sorry", "sorry"), ({"message": "sorry", "type": None}, "sorry"), ({"message": None}, "")]
+)
+async def test_error_in_another_form_is_told_too(error: object, reason: str) -> None:
+    async def complete(request: web.Request) -> web.Response:
+        return web.Response(body=streamed(ONE_TOKEN, {"error": error}))
+
+    async with answering(complete) as sender:
+        with pytest.raises(CallError) as failed:
+            await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None)
+    assert (failed.value.kind, str(failed.value)) == (ErrorKind.SERVER, reason)
+
+
+@pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("rate_limit_error", ErrorKind.OVERLOADED),

@@ -120,13 +120,14 @@ def test_command_tells_what_was_measured_also_where_it_was_interrupted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Options] = []
+    error: BaseException = KeyboardInterrupt()
     rounds = [measured("weft", 0.1), measured("weft", 0.3), measured("vllm", 0.4)]
 
     def measure_both(options: Options, found: list[Measured], *, tell: Callable[[str], None]) -> None:
         asked.append(options)
         found += rounds
         if len(asked) > 1:
-            raise KeyboardInterrupt
+            raise error
 
     monkeypatch.setattr(served, "find_start", lambda *_, **__: VLLM)
     monkeypatch.setattr(served, "measure_both", measure_both)
@@ -139,11 +140,15 @@ def test_command_tells_what_was_measured_also_where_it_was_interrupted(
     assert "8 at a time weft 41.2 200.0 200.0 10.0 10.0" in shown
     with pytest.raises(SystemExit, match="130"):
         main(arguments)
+    error = BenchError("vllm is gone")
+    with pytest.raises(BenchError, match="is gone"):
+        main(arguments)
     rounds.clear()
+    error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         main(arguments)
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    assert [line["was_interrupted"] for line in lines] == [False, True]
+    assert [line["was_interrupted"] for line in lines] == [False, True, True]
     assert [row["service"] for row in lines[0]["rows"]] == ["weft", "vllm"]
     assert len(lines[0]["measured"]) == 3
 
