@@ -281,6 +281,12 @@ async def test_client_that_does_not_read_is_given_up_and_one_that_waits_is_not()
     assert error.value.details() == "the client took nothing of the answer for 0.2 s"
 
 
+async def test_any_time_to_write_can_be_set() -> None:
+    config = router_config("127.0.0.1:1", clients=ClientConfig(write_timeout_s=1e9))
+    async with running_router(config) as router:
+        assert router.addresses.grpc
+
+
 async def test_no_ready_replica_is_unavailable_after_a_bounded_wait() -> None:
     async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
         await router.wait_ready(1)
