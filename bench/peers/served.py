@@ -105,6 +105,8 @@ class Row:
     ttft: Times | None
     """None, as below: no request was answered."""
     tpot: Times | None
+    weft_ratio: float | None
+    """Weft's output tokens a second under this load over these; None: one of them gave none."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,16 +165,22 @@ def summarize(measured: Sequence[Measured]) -> list[Row]:
     found: dict[tuple[str, str], list[Summary]] = {}
     for each in measured:
         found.setdefault((each.load, each.service), []).append(each.summary)
+    rates = {key: statistics.median(each.output_rate for each in summaries) for key, summaries in found.items()}
     return [
         Row(
             load=load,
             service=service,
-            output_rate=statistics.median(each.output_rate for each in summaries),
+            output_rate=rates[load, service],
             ttft=_typical(each.ttft_s for each in summaries),
             tpot=_typical(each.tpot_s for each in summaries),
+            weft_ratio=_ratio(rates.get((load, WEFT)), rates[load, service]),
         )
         for (load, service), summaries in found.items()
     ]
+
+
+def _ratio(ours: float | None, theirs: float) -> float | None:
+    return ours / theirs if ours and theirs else None
 
 
 def _typical(rounds: Iterable[Distribution | None]) -> Times | None:
@@ -304,17 +312,18 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _print(console: Console, rows: Sequence[Row], *, title: str) -> None:
-    names = ("load", "service", "output tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms")
-    table = Table(*names, title=title)
+    columns = ("load", "service", "tokens/s", "ratio", "TTFT ms\np50, p99", "TPOT ms\np50, p99")
+    table = Table(*columns, title=title, caption="ratio: Weft's tokens/s over it")
     for column in table.columns[2:]:
         column.justify = "right"
     for row in rows:
-        table.add_row(row.load, row.service, f"{row.output_rate:.1f}", *_ms(row.ttft), *_ms(row.tpot))
+        ratio = "-" if row.weft_ratio is None else f"{row.weft_ratio:.2f}"
+        table.add_row(row.load, row.service, f"{row.output_rate:.1f}", ratio, _ms(row.ttft), _ms(row.tpot))
     console.print(table)
 
 
-def _ms(times: Times | None) -> Iterable[str]:
-    return ("-", "-") if times is None else (f"{each * 1000:.1f}" for each in times)
+def _ms(times: Times | None) -> str:
+    return "-" if times is None else ", ".join(f"{each * 1000:.1f}" for each in times)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from router.config import AdmissionConfig, PolicyName, RouterConfig
 from workers.config import SchedulerConfig
 
 _VOCAB_SIZE = 32_000
+_MAX_TOKENS = 2**31  # of a replica, as its messages to routers hold them
 _DEFAULT_RATE = 2.0
 """Requests a second for each replica, without a trace's times."""
 _CONVERSATIONS = DatasetOptions(
@@ -101,6 +102,10 @@ def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:
         raise BenchConfigError("--deadlines, or more than one --policy; allowed: without --replicas")
     if options.trace is None and (flags.copies != 1 or flags.length_scale != 1):
         raise BenchConfigError("--copies, --length-scale: allowed with --trace")
+    if options.num_blocks * flags.block_size >= _MAX_TOKENS:
+        raise BenchConfigError(
+            f"--num-blocks {options.num_blocks} of --block-size {flags.block_size}; allowed: fewer than 2**31 tokens"
+        )
     assert flags.replicas is not None
     autoscaling = _parse_autoscaling(flags)
     most_replicas = flags.replicas if autoscaling is None else autoscaling.max_replicas

@@ -47,6 +47,7 @@ def test_a_row_has_the_medians_of_its_rounds() -> None:
     assert weft.tpot == pytest.approx(Times(0.01, 0.01))
     assert weft.output_rate == pytest.approx(11 / 0.3)
     assert vllm.output_rate == pytest.approx(11 / 0.5)
+    assert (weft.weft_ratio, vllm.weft_ratio) == (1, pytest.approx(0.5 / 0.3))
 
 
 def test_percentiles_of_a_round_stay_apart() -> None:
@@ -108,7 +109,7 @@ def test_a_round_without_an_answer_counts_for_the_rate_only() -> None:
     (row,) = summarize([lost, measured("weft", 0.2), lost])
     assert (row.output_rate, row.ttft) == (0.0, pytest.approx(Times(0.2, 0.2)))
     (row,) = summarize([lost])
-    assert (row.ttft, row.tpot) == (None, None)
+    assert (row.ttft, row.tpot, row.weft_ratio) == (None, None, None)
 
 
 def test_loads_have_rows_of_their_own() -> None:
@@ -136,8 +137,8 @@ def test_command_tells_what_was_measured_also_where_it_was_interrupted(
     assert asked[0].loads == (OpenLoop(rate=1.0), OpenLoop(rate=2.0), ClosedLoop(concurrency=8))
     shown = " ".join(re.sub(r"[^\x00-\x7f]", " ", capsys.readouterr().out).split())
     assert shown.startswith("weft-tiny, bfloat16, over HTTP")
-    assert "TTFT p50 p99 ms TPOT p50 p99 ms" in shown
-    assert "8 at a time weft 41.2 200.0 200.0 10.0 10.0" in shown
+    assert "load service tokens/s ratio p50, p99 p50, p99" in shown
+    assert "8 at a time weft 41.2 1.00 200.0, 200.0 10.0, 10.0" in shown
     with pytest.raises(SystemExit, match="130"):
         main(arguments)
     error = BenchError("vllm is gone")

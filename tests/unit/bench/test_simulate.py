@@ -212,6 +212,23 @@ def test_times_are_given_in_units_of_people(cluster: list[str], tmp_path: Path) 
     assert replica.get("network_s") == (pytest.approx(5e-3) if cluster else None)
 
 
+@pytest.mark.parametrize(
+    ("flags", "tells"),
+    [([], "scheduling_policies.print_outcomes"), (["--replicas", "2"], "routing_policies.print_outcomes")],
+)
+def test_line_is_kept_where_nobody_reads_the_table(
+    flags: list[str], tells: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(f"bench.simulation.{tells}", closed)
+    file = tmp_path / "lines"
+    with pytest.raises(BrokenPipeError):
+        CliRunner().invoke(app, ["simulate", "--requests", "5", *flags, "--json", str(file)], catch_exceptions=False)
+    assert len(file.read_text().splitlines()) == 1
+
+
 def test_an_unknown_policy_is_refused_with_those_allowed() -> None:
     with pytest.raises(BenchConfigError, match="'fcfs,lifo'; allowed, with commas: fcfs, priority"):
         CliRunner().invoke(app, ["simulate", "--policy", "fcfs,lifo"], catch_exceptions=False)

@@ -589,6 +589,10 @@ def test_every_routing_policy_is_simulated_unless_told_otherwise(tmp_path: Path)
         (["--replicas", "2", "--upscale-delay", "9"], "--upscale-delay, --downscale-delay: allowed with --autoscale"),
         (["--replicas", "2", "--deadlines"], "--deadlines, or more than one --policy; allowed: without --replicas"),
         (["--replicas", "2", "--length-scale", "2"], "--copies, --length-scale: allowed with --trace"),
+        (
+            ["--replicas", "2", "--block-size", "1000000"],
+            "of --block-size 1000000; allowed: fewer than",
+        ),
         (["--replicas", "2", "--fail", "soon:1"], "'soon:1'; allowed: seconds:replica"),
         (["--replicas", "2", "--fail", "1:2"], "'1:2'; allowed: seconds:replica, such as 60:0; replicas are 0 to 1"),
         (["--replicas", "2", "--autoscale", "1:3", "--fail", "1:3"], "replicas are 0 to 2"),
