@@ -22,11 +22,14 @@ demo: $(VENV)/.runtime
 serve: $(VENV)/.runtime
 	@$(BIN)/weft serve --tensor-parallel 2 --replicas 2 --detach
 
+# a worker that dies ends the run: with another in its place this scheduler waits for ever
+WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+
 test: lint
 	@deploy/prometheus/fetch.sh
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property tests/deploy tests/distributed
+	@$(BIN)/python -m pytest $(WORKERS) tests/unit tests/property tests/deploy tests/distributed
 	@$(BIN)/python -m pytest tests/gpu
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e
+	@$(BIN)/python -m pytest $(WORKERS) tests/e2e
 
 SANITIZED := $(addprefix tests/unit/parallel/test_,native_kernels.py native_experts.py sampling_kernels.py int8_linear.py int8_cache.py \
   compiled_layers.py kernels_cpu.py rank_sums.py)
