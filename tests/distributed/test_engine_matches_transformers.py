@@ -325,7 +325,11 @@ def _check_abort(executor: Executor, config: EngineConfig, requests: list[Reques
     assert not engine.has_work
 
 
-@pytest.mark.parametrize(("shape", "is_async"), [((2, 1), False), ((2, 1), True), ((1, 2), False)])
+BROKEN = [((2, 1), False), ((2, 1), True), ((1, 2), False), ((1, 3), False)]
+"""Groups of which rank 1 breaks: one of two in a stage, the last stage, the one between two others."""
+
+
+@pytest.mark.parametrize(("shape", "is_async"), BROKEN)
 def test_a_killed_rank_fails_the_group_within_seconds(
     gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +342,7 @@ def test_a_killed_rank_fails_the_group_within_seconds(
     assert seconds < WITHIN_S
 
 
-@pytest.mark.parametrize(("shape", "is_async"), [((2, 1), False), ((2, 1), True), ((1, 2), False)])
+@pytest.mark.parametrize(("shape", "is_async"), BROKEN)
 def test_a_hung_rank_fails_the_group_after_the_step_timeout(
     gloo_pool: GlooPool, shared: Path, shape: tuple[int, int], is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +381,7 @@ def _be_rank_with_a_last_step(rank: int, act: Any, *args: Any) -> Any:
         original = ModelRunner.prepare
 
         def prepare_until(self: ModelRunner, plan: StepPlan) -> StepWork:
-            if plan.number == 10:
+            if rank == 1 and plan.number == 10:
                 act()
             return original(self, plan)
 
