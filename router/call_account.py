@@ -4,6 +4,7 @@ dispatch.py says what happens to the call; nothing here changes what its client 
 """
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -48,8 +49,7 @@ class CallAccount:
         self._route = route
         self._meter.begin(route)
         self.span.set(gen_ai__request__model=route.name)
-        if self._call.tenant is not None:
-            self._call.tenant.admit(self._call.request)
+        self._admit()
 
     def accept(self, request: PreparedRequest) -> None:
         """Note that its values are allowed, and what they become."""
@@ -84,6 +84,9 @@ class CallAccount:
                 self._outcome = _outcome_of(error)
                 request.failure = request.failure or self._outcome
                 self.span.fail(str(error))
+                if self._route is None:  # no call as yet: it counts against its key's rate all the same
+                    with suppress(RateLimitedError):
+                        self._admit()
             case asyncio.CancelledError() | GeneratorExit():
                 left = "deadline_exceeded" if self._is_near_deadline() else "cancelled"
                 self._outcome = self._outcome or request.failure or left
@@ -94,6 +97,10 @@ class CallAccount:
             return False
         left_s = self._deadline_s - asyncio.get_running_loop().time()
         return left_s < _CANCEL_TOLERANCE_S + _ROUNDED_UP * self._call.timeout_s
+
+    def _admit(self) -> None:
+        if self._call.tenant is not None:
+            self._call.tenant.admit(self._call.request)
 
     def _spend(self, num_tokens: int) -> None:
         if self._call.tenant is not None:

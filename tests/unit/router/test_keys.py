@@ -3,8 +3,8 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -16,7 +16,7 @@ from helpers.fake_replica import FakeReplica
 from helpers.polling import until
 from helpers.router_harness import router_config, running_router
 
-from router.client import AsyncClient, OverloadedError, UnauthenticatedError
+from router.client import AsyncClient, NotFoundError, OverloadedError, UnauthenticatedError
 from router.errors import RateLimitedError, RouterConfigError
 from router.errors import UnauthenticatedError as NotKnown
 from router.keys import KeyRing, OneRequest, cache_space, hash_key, main
@@ -291,16 +291,23 @@ async def test_both_front_ends_want_a_key_and_keep_its_rate(write: Callable[...,
         assert {submit.cache_salt for submit in a.submits} == {"key/5/alice/"}
 
 
-async def test_tokenizing_counts_as_a_request_and_its_tokens_do_not(write: Callable[..., Path]) -> None:
-    path = write({"requests_per_minute": 4, "tokens_per_minute": 10})
+@asynccontextmanager
+async def asked_by_alice(keys: Path) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncClient]]:
+    """A router with a replica, and clients of both fronts with her key."""
     known = {"authorization": f"Bearer {ALICE}"}
     async with (
         FakeReplica("a") as a,
-        running_router(router_config(a.address, api_keys=str(path), http_port=0)) as router,
+        running_router(router_config(a.address, api_keys=str(keys), http_port=0)) as router,
         httpx.AsyncClient(base_url=f"http://{router.addresses.http}", headers=known) as http,
         AsyncClient(router.addresses.grpc, api_key=ALICE, timeout_s=10) as client,
     ):
         await client.wait_ready(10)
+        yield http, client
+
+
+async def test_tokenizing_counts_as_a_request_and_its_tokens_do_not(write: Callable[..., Path]) -> None:
+    path = write({"requests_per_minute": 4, "tokens_per_minute": 10})
+    async with asked_by_alice(path) as (http, client):
         assert len(await client.tokenize("twenty and one bytes.", model="tiny")) == 22
         assert await client.detokenize([104, 105], model="tiny") == "hi"
         assert (await http.post("/tokenize", json={"prompt": "hi"})).status_code == 200
@@ -316,16 +323,25 @@ async def test_tokenizing_counts_as_a_request_and_its_tokens_do_not(write: Calla
             assert (await http.post(path_of, json=body)).status_code == 429
 
 
+async def test_a_request_that_is_no_call_counts_too(write: Callable[..., Path]) -> None:
+    path = write({"requests_per_minute": 4})
+    async with asked_by_alice(path) as (http, client):
+        nobody: dict[str, object] = {"model": "nobody", "prompt": "hi", "n": 3}
+        statuses = [
+            (await http.post("/v1/completions", json=body)).status_code
+            for body in (nobody, [], nobody | {"model": "tiny", "temperature": "hot"})
+        ]
+        with pytest.raises(NotFoundError):
+            await client.complete("hi", model="nobody")
+        with pytest.raises(OverloadedError, match="'alice' has used its requests; allowed: 4 a minute"):
+            await client.complete("hi")
+        statuses.append((await http.post("/v1/completions", json=nobody)).status_code)
+    assert statuses == [404, 400, 400, 404], "who has used up the rate is still told what is wrong"
+
+
 async def test_prompt_of_several_choices_is_spent_once(write: Callable[..., Path]) -> None:
     path = write({"tokens_per_minute": 30})
-    known = {"authorization": f"Bearer {ALICE}"}
-    async with (
-        FakeReplica("a") as a,
-        running_router(router_config(a.address, api_keys=str(path), http_port=0)) as router,
-        httpx.AsyncClient(base_url=f"http://{router.addresses.http}", headers=known) as http,
-        AsyncClient(router.addresses.grpc, api_key=ALICE, timeout_s=10) as client,
-    ):
-        await client.wait_ready(10)
+    async with asked_by_alice(path) as (http, _):
         body = {"prompt": "x" * 12, "n": 4, "max_tokens": 1}  # 13 and 4 tokens
         statuses = [(await http.post("/v1/completions", json=body)).status_code for _ in range(3)]
     assert statuses == [200, 200, 429]
