@@ -74,13 +74,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""
         super().pause_writing()
-        self._num_unsent = self.transport.get_write_buffer_size()
-        self._write_limit.start()
+        self._watch_rest()
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
         self._write_limit.stop()
+        if self._answered is None or self._answered.response_complete:
+            self._watch_rest()
         super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        self._watch_rest()
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn."""
+        super().send_400_response(msg)
+        self._watch_rest()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -157,12 +168,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._body_limit.stop()
             super().on_message_complete()
 
+    def _watch_rest(self) -> None:
+        """Cut off a client that does not take what is written, also the end of an answer, for which none is paused."""
+        self._num_unsent = self.transport.get_write_buffer_size()
+        if self._num_unsent:
+            self._write_limit.start()
+
     def _end_unless_taken(self) -> None:
         """Cut off a client that has taken nothing since the last look; of a large answer it takes part after part."""
-        before, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
-        if self._num_unsent < before:
-            self._write_limit.start()
-        else:
+        before = self._num_unsent
+        self._watch_rest()
+        if self._num_unsent >= before:
             self.transport.abort()
 
     def _end_body(self) -> None:
@@ -174,6 +190,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             message = _TOO_SLOW.format(self._body_limit.limit_s).encode()
             head = b"HTTP/1.1 408 Request Timeout\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
             self.transport.write(head + b"Content-Length: %d\r\n\r\n" % len(message) + message)
+        self._watch_rest()
         self.transport.close()
 
 

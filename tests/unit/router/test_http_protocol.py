@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvicorn
@@ -213,7 +215,7 @@ def _no_app(*_: object) -> None: ...
 
 
 class _Transport(asyncio.Transport):
-    """Of a client that takes nothing, or so much from one look to the next, until it is cut off."""
+    """Of a client that takes nothing, or so much from one look to the next up to the last byte, until it is cut off."""
 
     def __init__(self, num_unsent: int = 1 << 20, taken: int = 0) -> None:
         super().__init__()
@@ -221,7 +223,7 @@ class _Transport(asyncio.Transport):
         self.num_unsent, self.taken = num_unsent, taken
 
     def get_write_buffer_size(self) -> int:
-        self.num_unsent = max(0, self.num_unsent - self.taken)
+        self.num_unsent = max(1, self.num_unsent - self.taken)
         return self.num_unsent
 
     def abort(self) -> None:
@@ -254,8 +256,38 @@ async def test_client_that_takes_a_large_answer_slowly_is_not_cut_off() -> None:
     protocol.pause_writing()
 
     await asyncio.wait_for(slow.aborted.wait(), 10)  # when it stops
-    assert slow.num_unsent == 0
+    assert slow.num_unsent == 1
     protocol.connection_lost(OSError())
+
+
+async def test_client_that_leaves_the_end_of_an_answer_is_cut_off() -> None:
+    """What is left is less than the writer would wait for, and would keep the connection open for ever."""
+
+    async def until_some_is_left(_scope: object, _receive: object, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        (connection,) = server.server_state.connections
+        while not connection.transport.get_write_buffer_size():
+            await send({"type": "http.response.body", "body": bytes(1000), "more_body": True})
+        await send({"type": "http.response.body"})
+        answered.set()
+
+    class Watched(bounded_protocol(ClientConfig(write_timeout_s=0.05))):  # type: ignore[misc]
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            lost.set()
+
+    answered, lost = asyncio.Event(), asyncio.Event()
+    server = uvicorn.Server(uvicorn.Config(until_some_is_left, http=Watched, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        serving = asyncio.create_task(server._serve(sockets=[listener]))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(listener.getsockname())
+        client.sendall(LAST)
+        async with asyncio.timeout(10):
+            await answered.wait()
+            await lost.wait()
+            server.should_exit = True
+            await serving
 
 
 async def test_half_a_body_does_not_keep_a_server_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
