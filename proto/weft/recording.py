@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -144,9 +145,10 @@ class Recorder:
     def close(self) -> None:
         """Write what is left. May be called again."""
         self.flush()
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # some file systems tell again of what could not be written
+                file.close()
 
     def _end(self, reason: str) -> None:
         self.close()

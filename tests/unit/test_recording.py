@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import stat
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -118,6 +119,26 @@ def test_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: p
     assert [record.message.partition("ends: ")[2] for record in caplog.records] == [
         "No space left on device; decisions are no longer recorded"
     ]
+
+
+def test_file_that_tells_again_when_it_is_closed_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+    """As files over NFS do, of what could not be written."""
+
+    class Full(FileIO):
+        def write(self, _: object) -> int:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        def close(self) -> None:
+            super().close()
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    recorder = record(tmp_path / "file", [])
+    assert recorder._file is not None
+    recorder._file.close()
+    recorder._file = Full(tmp_path / "file", "w")
+    recorder.write(Call(1, "x"))
+    recorder.flush()
+    recorder.close()
 
 
 def test_disk_that_is_full_from_the_start_means_no_recording(
