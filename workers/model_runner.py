@@ -187,9 +187,13 @@ class ModelRunner:
         asked = self._ask(work.inputs)
         layers = self._start_layers(work, asked)
         cost = None
-        if self._is_joined:  # while the others compute
-            cost = self._cost(work, asked)
-            self._inputs.look_ahead()
+        if self._is_joined:
+            try:  # while the others compute
+                cost = self._cost(work, asked)
+                self._inputs.look_ahead()
+            except BaseException:
+                layers()  # what has begun ends before anything else happens
+                raise
         queued = None if self._is_joined else self._finish_model(work, asked, layers, None)
 
         def finish() -> ModelOutput | None:

@@ -130,6 +130,7 @@ FOR_EACH_TYPE(DEFINE)
 
 EXPORT void weft_choose_tokens(int64_t* token_ids, float* scores, const float* logits, int64_t row_stride, int64_t num_rows,
                                int64_t size, const Draw* draws, int64_t first_token, int num_threads) {
+    StartedTeam::finish_last();
     num_threads = threads_for(num_rows * size, num_threads);
     Drawing drawing(token_ids, scores, logits, row_stride, num_rows, size, draws, first_token, num_threads);
     on_team(num_threads, Drawing::SECTIONS, [&](Team& team) { drawing.run(team); });
@@ -213,6 +214,7 @@ EXPORT void weft_multiply_heads(void* out, int64_t out_token_stride, int64_t out
 }
 
 EXPORT void weft_search_table(const Table* table, const void* x, int64_t x_row_stride, int num_rows, int num_threads) {
+    StartedTeam::finish_last();
     TableSearch search(*table, {static_cast<const Number*>(x), x_row_stride, num_rows}, num_threads);
     on_team(num_threads, TableSearch::SECTIONS, [&](Team& team) { search.run(team); });
     search.write();
@@ -244,6 +246,7 @@ EXPORT void weft_choose_and_run_experts(void* out, const void* x, int64_t x_row_
 
 // Of a program: 0, or why its results are not there, a Meeting.
 EXPORT int weft_run(const Operation* operations, int count, const Step* step) {
+    StartedTeam::finish_last();  // its scratch memory is this one's too
     Program<Number> program(operations, count, *step);
     on_team(step->num_threads, program.num_sections(), [&](Team& team) { program.run(team); });
     return program.finish();
@@ -251,14 +254,15 @@ EXPORT int weft_run(const Operation* operations, int count, const Step* step) {
 
 EXPORT int weft_can_start(int num_threads) { return StartedTeam::can_start(num_threads); }
 
-// The same, begun by other threads than this one, which joins them in weft_finish.
+// The same, begun by other threads than this one, which joins them in weft_finish, or before it runs or starts another.
 EXPORT StartedProgram* weft_start(const Operation* operations, int count, const Step* step) {
+    StartedTeam::finish_last();
     return new StartedProgram(operations, count, *step);
 }
 
 EXPORT int weft_finish(StartedProgram* started) {
     const int meeting = started->finish();
-    delete started;
+    if (started->has_ended()) delete started;  // else it was another thread that began it, and ends it
     return meeting;
 }
 
@@ -307,6 +311,7 @@ EXPORT void weft_make_screen(void* screen, const void* weight, int64_t num_out, 
 // of others.
 EXPORT void weft_sift_table(const Table* table, float* out, const int32_t* numbers, const void* x, int64_t x_row_stride, int num_rows,
                             int num_threads) {
+    StartedTeam::finish_last();
     const PackedMatrix packed{table->values, nullptr, table->num_out, table->num_in};
     ScreenedSearch search({static_cast<const Number*>(x), x_row_stride, num_rows}, packed,
                           Screen(table->screen, table->num_out, table->num_in), table->noise, table->edits, numbers);

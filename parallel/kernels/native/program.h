@@ -414,16 +414,21 @@ class Program {
 class StartedProgram {
   public:
     StartedProgram(const Operation* operations, int count, const Step& step)
-        : step_(step), program_(operations, count, step_), team_(step.num_threads, program_.num_sections(), [this](Team& team) { program_.run(team); }) {}
+        : step_(step),
+          program_(operations, count, step_),
+          team_(step.num_threads, program_.num_sections(), [this](Team& team) { program_.run(team); }, [this] { meeting_ = program_.finish(); }) {}
 
     int finish() {
         team_.finish();
-        return program_.finish();
+        return meeting_;
     }
+
+    bool has_ended() const { return team_.has_ended(); }
 
   private:
     const Step step_;
     Program<Number> program_;
+    int meeting_ = 0;
     StartedTeam team_;  // the last one: it begins at once
 };
 

@@ -8,7 +8,6 @@ import ctypes
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -176,34 +175,33 @@ class Program:
     ) -> tuple[Tensor, Tensor]:
         """See `RunLayers`. x becomes the residual stream."""
         out_TE = self._place(x_TE, angles, None, caches, metas)
-        self._check(self._programs.run(self._operations, len(self._operations), ctypes.byref(self._step)))
+        self.check(self._programs.run(self._operations, len(self._operations), ctypes.byref(self._step)))
         return out_TE, x_TE
 
     def start(self, step: StartedStep) -> Callable[[], tuple[Tensor, Tensor, Tensor | None]]:
         """See `StartedLayers`."""
-        x_TE = self._look_up(step.x) if isinstance(step.x, Lookup) else step.x
-        num_rows = x_TE.shape[0]
-        if step.rows_S is not None:
-            self._step.kept = step.rows_S.data_ptr()
-            self._step.num_kept = num_rows = step.rows_S.shape[0]
-        found_S = None
-        if isinstance(step.head, NativeTable) and step.search is not None:
-            found_S = self._search(step.head, step.search, num_rows)
-        out_TE = self._place(x_TE, step.angles, step.positions_T, step.caches, step.metas)
-        started = self._programs.start(self._operations, len(self._operations), ctypes.byref(self._step))
-        self._step.embedding = self._step.table = None  # of this step, which has its own copy by now
-        self._step.num_kept = _ALL
-        result = out_TE[:num_rows], x_TE[:num_rows], found_S
-        return partial(self._finish, started, result, step)
+        try:
+            x_TE = self._look_up(step.x) if isinstance(step.x, Lookup) else step.x
+            num_rows = x_TE.shape[0]
+            if step.rows_S is not None:
+                self._step.kept = step.rows_S.data_ptr()
+                self._step.num_kept = num_rows = step.rows_S.shape[0]
+            found_S = None
+            if isinstance(step.head, NativeTable) and step.search is not None:
+                found_S = self._search(step.head, step.search, num_rows)
+            out_TE = self._place(x_TE, step.angles, step.positions_T, step.caches, step.metas)
+            result = out_TE[:num_rows], x_TE[:num_rows], found_S
+            started = self._programs.start(self._operations, len(self._operations), ctypes.byref(self._step))
+            return _Begun(self, started, result, step)
+        finally:
+            self._step.embedding = self._step.table = None  # of this step, which has its own copy by now
+            self._step.num_kept = _ALL
 
-    def _finish(
-        self, started: int, result: tuple[Tensor, Tensor, Tensor | None], step: StartedStep
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The tensors of `step`, to which the library points, live until here."""
-        self._check(self._programs.finish(started))
-        return result
+    def finish(self, started: int) -> int:
+        """Join what was started; a Meeting, as `check` takes it."""
+        return self._programs.finish(started)
 
-    def _check(self, meeting: int) -> None:
+    def check(self, meeting: int) -> None:
         """Count what was added up over ranks. Raises CollectiveError when they did not meet."""
         if self._ranks is not None:
             self._ranks.note_program(self._num_sums, meeting)
@@ -272,7 +270,6 @@ class Program:
     def _place_buffers(self, x_TE: Tensor, out_TE: Tensor) -> None:
         num_tokens = x_TE.shape[0]
         if num_tokens != self._step.num_tokens:
-            self._step.num_tokens = num_tokens
             needed = num_tokens * sum(self._slots)
             if len(self._arena) < needed:
                 self._arena = self._arena.new_empty(needed)
@@ -280,6 +277,7 @@ class Program:
             starts = list(accumulate(sizes, initial=self._arena.data_ptr()))
             for buffer, slot in self._slot_of_buffer.items():
                 self._buffers[buffer] = starts[slot]
+            self._step.num_tokens = num_tokens
         self._buffers[0] = x_TE.data_ptr()
         self._buffers[self._output] = out_TE.data_ptr()
 
@@ -298,6 +296,33 @@ class Program:
             layout.table_stride = meta.block_tables.stride(0)
             layout.num_sequences = len(meta.context_lens_host)
             group.slots = meta.slot_mapping.data_ptr()
+
+
+class _Begun:
+    """A program that other threads have begun. They use what this holds until it is called, or forgotten."""
+
+    def __init__(
+        self, program: Program, started: int, result: tuple[Tensor, Tensor, Tensor | None], step: StartedStep
+    ) -> None:
+        self._program = program
+        self._started: int | None = started
+        self._result = result
+        self._step = step
+
+    def __call__(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Join them, once; what it gives. Raises as `Program.check`."""
+        self._program.check(self._finish())
+        return self._result
+
+    def __del__(self) -> None:
+        """Join them, if nobody has."""
+        if self._started is not None:
+            self._finish()
+
+    def _finish(self) -> int:
+        assert self._started is not None, "called once"
+        started, self._started = self._started, None
+        return self._program.finish(started)
 
 
 def _embedding(table: Tensor | TableLinear) -> Embedding:

@@ -102,24 +102,46 @@ void on_team(int num_threads, int num_sections, const Run& run) {
     GOMP_parallel(enter, &shared, unsigned(num_threads), 0);
 }
 
-// A team that begins without the thread that starts it, which joins in finish(). That thread starts no other meanwhile.
+// A team that begins without the thread that starts it, which joins in finish(), or before it starts another. Who else
+// finishes it has all done, and leaves the team to that thread.
 class StartedTeam {
   public:
+    // Finishes the one that this thread has under way.
+    static void finish_last() {
+        if (last_) last_->finish();
+    }
+
     // Whether another thread would begin.
     static bool can_start(int num_threads) {
+        finish_last();
         return num_threads > 1 && GOMP_parallel_start && GOMP_parallel_end && !omp_in_parallel();
     }
 
-    StartedTeam(int num_threads, int num_sections, std::function<void(Team&)> run)
-        : run_(std::move(run)), sections_(new Team::Section[num_sections]), num_threads_(num_threads), is_started_(can_start(num_threads)) {
+    // `end` is called once, when all is done.
+    StartedTeam(int num_threads, int num_sections, std::function<void(Team&)> run, std::function<void()> end)
+        : run_(std::move(run)), end_(std::move(end)), sections_(new Team::Section[num_sections]), num_threads_(num_threads), is_started_(can_start(num_threads)) {
         const auto enter = [](void* data) { static_cast<StartedTeam*>(data)->enter(false); };
-        if (is_started_) GOMP_parallel_start(enter, this, unsigned(num_threads));
+        if (!is_started_) return;
+        last_ = this;
+        GOMP_parallel_start(enter, this, unsigned(num_threads));
     }
 
+    // Again for nothing.
     void finish() {
-        enter(true);
-        if (is_started_) GOMP_parallel_end();
+        if (!is_done_) {
+            enter(true);
+            end_();
+            is_done_ = true;
+        }
+        if (last_ == this) {
+            last_ = nullptr;
+            GOMP_parallel_end();
+            has_ended_ = true;
+        }
     }
+
+    // Whether no thread will look at it any more.
+    bool has_ended() const { return has_ended_ || !is_started_; }
 
   private:
     void enter(bool is_late) {
@@ -127,10 +149,13 @@ class StartedTeam {
         run_(team);
     }
 
+    static inline thread_local StartedTeam* last_ = nullptr;
     const std::function<void(Team&)> run_;
+    const std::function<void()> end_;
     const std::unique_ptr<Team::Section[]> sections_;
     const int num_threads_;
     const bool is_started_;
+    bool is_done_ = false, has_ended_ = false;
     alignas(64) std::atomic<int64_t> num_over_{0};  // sections
 };
 

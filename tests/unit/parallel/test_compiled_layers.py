@@ -1,7 +1,9 @@
 """Layers as one call of the compiled kernels: the same bits as call by call, and only where all is recorded."""
 
+import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -38,6 +40,7 @@ from parallel.kernels.cpu_native import NativeCpuKernels
 from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.linears import Search, Sift
 from parallel.kernels.native import packed_linear
+from parallel.kernels.native.program import Program
 from parallel.kernels.native.tape import CannotRecordError, Tape
 from parallel.kernels.sampling import IN_TORCH, edit_in_torch
 from parallel.mesh import Axis, Mesh
@@ -228,6 +231,64 @@ def test_only_wanted_tokens_go_past_the_last_attention(name: str, int8_linears: 
                 assert len(found) == len(rows)
                 assert not rows or torch.equal(found, decoder.find(hidden, Search(None), IN_TORCH))
         assert torch.equal(run(decoder, caches, meta), expected)
+
+
+class TwoBegun:
+    """Two models on two threads, of which the first has begun a step; what both give by themselves."""
+
+    def __init__(self, folder: Path, num_tokens: tuple[int, int] = (90, 90)) -> None:
+        torch.set_num_threads(2)
+        self.models = [load(folder, CONFIG, build()) for _ in range(2)]
+        self.caches = [filled_caches(model, 120) for model in self.models]
+        self.metas = [make_meta([(num, num)], block_size=BLOCK_SIZE, num_blocks=120) for num in num_tokens]
+        self.expected = [self.run(index) for index in range(2)]
+        self.finish = self.begin()
+
+    def run(self, index: int) -> Tensor:
+        return run(self.models[index], self.caches[index], self.metas[index])
+
+    def begin(self) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        positions, metas = positions_of(self.metas[0]), [self.metas[0]] * self.models[0].num_local_layers
+        assert self.models[0].can_start(metas)
+        token_ids = positions * 7 % 512
+        return self.models[0].start(token_ids, positions, self.caches[0], metas, rows_S=None, search=None)
+
+
+@pytest.mark.parametrize("num_tokens", [(90, 90), (90, 700)])
+def test_another_step_of_the_thread_waits_for_the_one_that_has_begun(
+    num_tokens: tuple[int, int], tmp_path: Path
+) -> None:
+    """Their scratch memory is the same."""
+    both = TwoBegun(tmp_path / "model", num_tokens)
+    for _ in range(10):
+        assert torch.equal(both.run(1), both.expected[1])
+        assert torch.equal(both.finish()[0], both.expected[0])
+        both.finish = both.begin()
+    assert torch.equal(both.finish()[0], both.expected[0])
+
+
+def test_a_step_that_is_forgotten_has_ended_and_others_can_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    end = Program.finish
+    monkeypatch.setattr(Program, "finish", lambda program, started: ended.append(started) or end(program, started))
+    both = TwoBegun(tmp_path / "model")
+    both.finish = both.begin()
+    assert len(ended) == 1, "the first was forgotten"
+    assert torch.equal(both.finish()[0], both.expected[0])
+    del both
+    gc.collect()
+    assert len(ended) == 2
+
+
+def test_a_step_that_another_thread_ends_leaves_the_first_able_to_begin_others(tmp_path: Path) -> None:
+    both = TwoBegun(tmp_path / "model")
+    with ThreadPoolExecutor(1) as others:
+        assert torch.equal(others.submit(both.finish).result()[0], both.expected[0])
+    both.finish = both.begin()
+    assert torch.equal(both.finish()[0], both.expected[0])
+    assert torch.equal(both.run(1), both.expected[1])
 
 
 def test_one_thread_begins_nothing(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ from parallel.embedding import VocabParallelHead
 from parallel.kernels.base import AttentionMeta
 from parallel.kernels.linears import SearchedLinear, Sift, SiftedLinear
 from parallel.kernels.native import packed_linear
+from parallel.kernels.native.program import Program
 from parallel.kernels.sampling import NOISE
 from parallel.kernels.select import select_kernels
 from workers.config import CacheConfig, EngineConfig
 from workers.engine import Engine
 from workers.engine_builder import build_engine
+from workers.errors import GroupFailedError
+from workers.model_runner import ModelRunner
 from workers.request import Request, RequestId, SamplingParams
 
 PROMPTS = {f"plain {i}": tuple(range(7 * i, 11 * i + 5)) for i in range(5)}
@@ -42,11 +45,14 @@ LIMITED = (
 """As many as kernels without tiles look for together."""
 
 
+def build() -> Engine:
+    model = str(PACKAGED[DEFAULT_MODEL])
+    return build_engine(EngineConfig(model=model, dtype="bfloat16", cache=CacheConfig(num_blocks=64)))
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = build_engine(
-        EngineConfig(model=str(PACKAGED[DEFAULT_MODEL]), dtype="bfloat16", cache=CacheConfig(num_blocks=64))
-    )
+    engine = build()
     yield engine
     engine.close()
 
@@ -147,3 +153,17 @@ def test_a_head_that_finds_no_finite_logit_fails_the_request_alone(
         pytest.skip("the kernels of this CPU give logits")
     assert "not finite" in str(output.error)
     assert not engine.has_work
+
+
+def test_what_others_compute_has_ended_when_its_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would go on in memory that is freed."""
+    engine, ended, begin, end = build(), list[int](), Decoder.start, Program.finish
+    begun: list[object] = []
+    monkeypatch.setattr(Decoder, "start", lambda *args, **kinds: begun.append(begin(*args, **kinds)) or begun[-1])
+    monkeypatch.setattr(Program, "finish", lambda program, started: ended.append(started) or end(program, started))
+    monkeypatch.setattr(ModelRunner, "_cost", lambda *_: pytest.fail("scripted"))
+    engine.add_request(Request(request_id=RequestId("a"), prompt_token_ids=(1, 2), sampling=SamplingParams()))
+    with pytest.raises((GroupFailedError, pytest.fail.Exception), match="scripted"):
+        engine.step()
+    assert len(ended) == len(begun)
+    engine.close()
