@@ -2,11 +2,9 @@
 
 import ctypes
 import mmap
-import os
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from threading import Thread, main_thread
 
 import torch
@@ -16,7 +14,7 @@ from parallel.available_memory import available_bytes, total_bytes
 
 _HUGE_PAGE, _PIECE, _CACHE_LINE = 2 << 20, 64 << 20, 64
 """Bytes; a piece is what `HugePages` asks the system for at once."""
-_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 4, 14, 22, 23  # of Linux
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 4, 14, 22  # of Linux
 _LOOK_S = 0.1
 _SCARCE = 0.1
 """Share of the memory that there is: no more is taken early when less is available."""
@@ -81,27 +79,35 @@ def read_now(x: Tensor) -> None:
 
     Left to page faults they come in pieces of 128 KB, each asked for when the one before is there.
     """
-    _advise_touched(x, _MADV_POPULATE_READ)
+    if x.numel() > 0:
+        _advise_pages(*_touched(x), _MADV_POPULATE_READ)
 
 
-def populate_when_idle(rows_RBX: Tensor, is_resting: Callable[[], bool]) -> Thread:
-    """Take the pages of new memory on the CPU before they are written, in a thread that gets idle cores only.
+def populate_when_idle(
+    rows_RBX: Tensor, is_resting: Callable[[], bool], take: Callable[[int, int, int], None]
+) -> Thread:
+    """Take the pages of new memory on the CPU before they are written, in a thread that has `take` do it.
 
     A step that writes a page first waits for the system to find and clear it. Blocks B are taken in their order, of all
     rows R, while `is_resting()`: a core is idle also where a rank waits a moment for another, and the system does not
     leave a page of 2 MB half cleared when that comes. The thread ends when the tensor is gone, memory is scarce, or the
-    main thread has ended; without Linux 5.14 nothing is done.
+    main thread has ended.
+
+    Args:
+        rows_RBX: the memory.
+        is_resting: whether no step runs; called in the thread.
+        take: has the system give out pages at an address, by their size and that of one in bytes, on idle cores only.
+            This thread is none of low priority: others would wait for Python's lock as long as it waits for a core.
     """
     # no daemon: Python ends those wherever they are, and within torch that aborts the process
-    thread = Thread(target=_populate, args=(weakref.ref(rows_RBX), is_resting), name="populate")
-    if hasattr(os, "SCHED_IDLE"):
-        thread.start()
+    thread = Thread(target=_populate, args=(weakref.ref(rows_RBX), is_resting, take), name="populate")
+    thread.start()
     return thread
 
 
-def _populate(get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bool]) -> None:
-    with suppress(OSError):  # a container may forbid it
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+def _populate(
+    get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bool], take: Callable[[int, int, int], None]
+) -> None:
     piece = 0
     while main_thread().is_alive() and (rows_RBX := get_rows()) is not None:  # main waits for it
         if not is_resting():
@@ -113,7 +119,7 @@ def _populate(get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bo
         first = index * num_blocks
         if first >= rows_RBX.shape[1] or (row == 0 and available_bytes() < _SCARCE * total_bytes()):
             return
-        _advise_touched(rows_RBX[row, first : first + num_blocks], _MADV_POPULATE_WRITE)
+        take(*_touched(rows_RBX[row, first : first + num_blocks]), mmap.PAGESIZE)
         piece += 1
         del rows_RBX
 
@@ -123,17 +129,17 @@ def leave(x: Tensor) -> None:
 
     Linux maps a page of that cache whole, since 6.18 one of up to 2 MB, so that neighbours in the file are left too.
     """
-    _advise_touched(x, _MADV_DONTNEED, margin=_HUGE_PAGE)
-
-
-def _advise_touched(x: Tensor, advice: int, margin: int = 0) -> None:
-    """Advise of the pages of x, and of those so many bytes around it that belong to the same memory."""
     if x.numel() > 0:
-        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        memory = x.untyped_storage()
-        first = max(x.data_ptr() - margin, memory.data_ptr()) // mmap.PAGESIZE * mmap.PAGESIZE
-        end = min(x.data_ptr() + (last + 1) * x.element_size() + margin, memory.data_ptr() + memory.nbytes())
-        _advise_pages(first, end - first, advice)
+        _advise_pages(*_touched(x, margin=_HUGE_PAGE), _MADV_DONTNEED)
+
+
+def _touched(x: Tensor, margin: int = 0) -> tuple[int, int]:
+    """Return address and bytes of the pages of x, and of those so many bytes around it that are of the same memory."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    memory = x.untyped_storage()
+    first = max(x.data_ptr() - margin, memory.data_ptr()) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = min(x.data_ptr() + (last + 1) * x.element_size() + margin, memory.data_ptr() + memory.nbytes())
+    return first, end - first
 
 
 def _advise_within(begin: int, num_bytes: int, advice: int) -> None:

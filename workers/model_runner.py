@@ -16,7 +16,7 @@ from parallel.host_memory import populate_when_idle
 from parallel.kernels.base import AttentionMeta, LayerCache
 from parallel.kernels.linears import Search, Sift
 from parallel.kernels.sampling import Edits
-from parallel.kernels.select import select_sampling
+from parallel.kernels.select import select_sampling, select_taking
 from parallel.mesh import Mesh
 from parallel.pipeline import StageLink
 from workers.config import EngineConfig
@@ -122,8 +122,9 @@ class ModelRunner:
         self.lookahead = self._choose_lookahead()  # steps were run, which may have shown that others can begin them
         if self.num_host_blocks:
             self._host = make_host_cache(self._rows_RBX, num_slots=self.num_host_blocks)
-        if self._decoder.device.type == "cpu":
-            populate_when_idle(self._rows_RBX, self._times.is_resting)
+        take = select_taking(self._device.torch_device, self._config.kernels, self._decoder.dtype)
+        if take is not None:
+            populate_when_idle(self._rows_RBX, self._times.is_resting, take)
 
     def _choose_lookahead(self) -> Lookahead:
         return choose_lookahead(

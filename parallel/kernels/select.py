@@ -2,9 +2,10 @@
 
 import importlib
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,11 +20,13 @@ from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.inductor import InductorKernels
-from parallel.kernels.native.library import build_for, load_programs
+from parallel.kernels.native.library import build_for, load_programs, load_taking
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.sampling import IN_TORCH, TokenChoice, rank_in_torch
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def select_kernels(
@@ -62,21 +65,16 @@ def choose_dtype(name: str, folder: Path, device: Device, kernels: str) -> torch
 
 def multiplies(device: torch.device, dtype: torch.dtype, name: str = "auto") -> bool:
     """Whether the kernels called `name` have products of their own in this dtype on this CPU; compiles where needed."""
-    if device.type == "cpu" and name in ("auto", "cpu-native"):
-        with suppress(DeviceError):  # the choice of kernels tells the reason
-            return load_programs(build_for(dtype)) is not None
-    return False
+    return _from_library(load_programs, device, dtype, name) is not None
 
 
 def select_sampling(device: torch.device, name: str = "auto", dtype: torch.dtype = torch.bfloat16) -> TokenChoice:
     """What takes tokens from logits on this device: Triton kernels on a GPU where torch came with them, compiled ones
     on a CPU where `name` and the machine have them (those of a model in `dtype`), else torch.
     """
-    if device.type == "cpu" and name in ("auto", "cpu-native"):
-        with suppress(DeviceError):  # the choice of kernels has told the reason
-            return make_native_choice(build_for(dtype))
-    if device.type != "cuda":
-        return IN_TORCH
+    compiled = _from_library(make_native_choice, device, dtype, name)
+    if compiled is not None or device.type != "cuda":
+        return compiled or IN_TORCH
     try:
         triton_sampling: Any = importlib.import_module("parallel.kernels.triton_sampling")
     except ModuleNotFoundError as error:
@@ -85,6 +83,19 @@ def select_sampling(device: torch.device, name: str = "auto", dtype: torch.dtype
     return TokenChoice(
         triton_sampling.choose_in_triton, triton_sampling.find_in_triton, rank_in_torch, triton_sampling.edit_in_triton
     )
+
+
+def select_taking(device: torch.device, name: str, dtype: torch.dtype) -> Callable[[int, int, int], None] | None:
+    """What takes memory on idle cores: see `load_taking`. None where `name` or the machine has no such kernels."""
+    return _from_library(load_taking, device, dtype, name)
+
+
+def _from_library(load: Callable[[Path], T], device: torch.device, dtype: torch.dtype, name: str) -> T | None:
+    """Return what it loads of the kernels compiled for a CPU; None where `name` or the machine has none."""
+    if device.type == "cpu" and name in ("auto", "cpu-native"):
+        with suppress(DeviceError):  # the choice of kernels tells the reason
+            return load(build_for(dtype))
+    return None
 
 
 def _make(device: torch.device, dtype: torch.dtype, name: str) -> Kernels:

@@ -6,6 +6,7 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "exports.h"
+#include "idle.h"
 #include "linear.h"
 #include "matrix.h"
 #include "matrix_int8.h"
@@ -371,4 +372,8 @@ FOR_EACH_TYPE(DEFINE_INT8)
 
 EXPORT int weft_has_int8(void) { return 0; }
 
+#endif
+
+#ifdef __linux__
+EXPORT void weft_take_when_idle(void* first, size_t size, size_t page) { take_when_idle(static_cast<char*>(first), size, page); }
 #endif

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Mapping
-from ctypes import c_bool, c_float, c_int, c_int64, c_void_p
+from ctypes import c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,15 @@ def load_ranking(library: Path) -> Callable[..., None]:
     """The most probable tokens of rows; see ranking.h. Raises DeviceError when the file cannot be loaded."""
     arguments = (*(c_void_p,) * 4, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int)
     return _function(_load(library), "weft_rank_tokens", arguments)
+
+
+def load_taking(library: Path) -> Callable[[int, int, int], None] | None:
+    """What takes memory at an address, its size and that of a page in bytes, on a core that nobody wants; see idle.h.
+
+    None where there is no Linux. Raises DeviceError when the file cannot be loaded.
+    """
+    loaded, name = _load(library), "weft_take_when_idle"
+    return _function(loaded, name, (c_void_p, c_size_t, c_size_t)) if hasattr(loaded, name) else None
 
 
 def _load(library: Path) -> ctypes.CDLL:

@@ -186,7 +186,8 @@ def test_dropped_recordings_are_gone_at_once(model: Path) -> None:
 def test_time_in_two_steps_at_once_counts_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device works by itself, a step is started while the one before it runs. Pages are taken in none."""
     now_s, seen = 0.0, list[Callable[[], bool]]()
-    monkeypatch.setattr(model_runner, "populate_when_idle", lambda rows_RBX, is_resting: seen.append(is_resting))
+    monkeypatch.setattr(model_runner, "select_taking", lambda *_: lambda *_: None)
+    monkeypatch.setattr(model_runner, "populate_when_idle", lambda rows_RBX, is_resting, _: seen.append(is_resting))
     monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: now_s))
     runner, _, stats = make_runner(model, max_size=0)
     runner.allocate(200)
