@@ -20,9 +20,9 @@ class ReplicaLost:
     """The replica or the controller had said before that it leaves."""
 
 
-_MOST_TOKENS = 4096
-"""Tokens that are taken at once. With 20 log-probabilities each they make a message of 0.9 MB, of the 4 MiB that gRPC's
-clients take unless told otherwise."""
+_MOST_TOKENS, _MOST_WITH_LOGPROBS = 4096, 256
+"""Tokens that are taken at once, and of those with log-probabilities, which take long to render. gRPC's clients take
+messages of 4 MiB unless told otherwise."""
 
 Ending = replica_pb2.RequestFinished | replica_pb2.RequestFailed | ReplicaLost
 
@@ -104,9 +104,10 @@ class Inbox:
         if self._is_empty:
             raise TimeoutError
         num_tokens, num_outputs = len(self._token_ids), len(self._counts)
-        if num_tokens > _MOST_TOKENS:
-            sums = list(accumulate(self._counts))
-            num_outputs = max(1, bisect_right(sums, _MOST_TOKENS))
+        most = _MOST_WITH_LOGPROBS if self._logprobs else _MOST_TOKENS
+        if num_tokens > most:
+            sums = list(accumulate(self._counts[:most]))
+            num_outputs = max(1, bisect_right(sums, most))
             num_tokens = sums[num_outputs - 1]
         is_all = num_outputs == len(self._counts)
         received = Received(

@@ -84,6 +84,8 @@ class Exchange:
         events = [_event(chunk) for chunk in await self._renderer.chunks(index, delta)]
         if events:
             await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+        if delta.logprobs:  # many cost milliseconds each, and who reads late has many that wait
+            await asyncio.sleep(0)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

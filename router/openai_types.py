@@ -225,6 +225,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
                 self._check_num_choices(bytes(self.prompt).count(b"[") - 1)  # to make a million lists takes 0.6 s
                 prompts = [{"token_ids": ids} for ids in read_json(self.prompt, list[list[TokenId]], "prompt")]
             case b'["':
+                self._check_num_choices(_least_strings(bytes(self.prompt)))
                 texts = read_json(self.prompt, list[str], "prompt")
                 self._check_num_choices(len(texts))
                 prompts = [{"text": text} for text in texts]
@@ -236,6 +237,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
                 seen = bytes(self.prompt)[:40].decode(errors="replace")
                 raise InvalidRequestError(f"prompt is {seen}; allowed: {_PROMPTS}", field="prompt")
         return prompts
+
+
+def _least_strings(json: bytes) -> int:
+    """Return how many there are in JSON's text at least; exactly, where none holds a quote or ends with a backslash."""
+    return (json.count(b'"') - json.count(b'\\"') + 1) // 2
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):

@@ -272,22 +272,23 @@ async def test_slow_reader_gets_everything_at_once() -> None:
     assert received.ending == ReplicaLost(reason="gone")
 
 
-async def test_reader_far_behind_gets_parts_that_a_client_takes() -> None:
+@pytest.mark.parametrize("has_logprobs", [False, True])
+async def test_reader_far_behind_gets_parts_that_a_client_takes(has_logprobs: bool) -> None:
     inbox = Inbox(Turns())
     for i in range(1000):
         output = replica_pb2.RequestOutput(token_ids=range(10 * i, 10 * i + 10), text=f"{i},")
-        for token_id in output.token_ids:
+        for token_id in output.token_ids if has_logprobs else ():
             output.logprobs.add(chosen=inference_pb2.Logprob(token_id=token_id))
         inbox.add(output)
     inbox.add(replica_pb2.RequestOutput(finished=replica_pb2.RequestFinished()))
-    parts = [await inbox.take() for _ in range(3)]
-    assert [len(part.token_ids) for part in parts] == [4090, 4090, 1820]
+    parts = [await inbox.take() for _ in range(40 if has_logprobs else 3)]
+    assert [len(part.token_ids) for part in parts] == ([250] * 40 if has_logprobs else [4090, 4090, 1820])
     assert [token_id for part in parts for token_id in part.token_ids] == list(range(10_000))
     for part in parts:
-        assert [each.chosen.token_id for each in part.logprobs] == list(part.token_ids)
+        assert [each.chosen.token_id for each in part.logprobs] == list(part.token_ids if has_logprobs else ())
         first, last = part.token_ids[0] // 10, part.token_ids[-1] // 10
         assert part.text == "".join(f"{i}," for i in range(first, last + 1)), "the text of these tokens"
-    assert [part.ending is not None for part in parts] == [False, False, True]
+    assert [part.ending is not None for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
 async def test_output_that_is_large_alone_is_taken_whole() -> None:
