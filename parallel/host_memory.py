@@ -19,6 +19,9 @@ _LOOK_S = 0.1
 _SCARCE = 0.1
 """Share of the memory that there is: no more is taken early when less is available."""
 
+TakePages = Callable[[int, int, int], None]
+"""Has the system give out pages, on idle cores only, and waits: their address, their size and that of one in bytes."""
+
 
 def release_free_memory() -> None:
     """Give it back to the system, where the C library can: glibc keeps what lies between blocks that are in use."""
@@ -83,21 +86,14 @@ def read_now(x: Tensor) -> None:
         _advise_pages(*_touched(x), _MADV_POPULATE_READ)
 
 
-def populate_when_idle(
-    rows_RBX: Tensor, is_resting: Callable[[], bool], take: Callable[[int, int, int], None]
-) -> Thread:
+def populate_when_idle(rows_RBX: Tensor, is_resting: Callable[[], bool], take: TakePages) -> Thread:
     """Take the pages of new memory on the CPU before they are written, in a thread that has `take` do it.
 
     A step that writes a page first waits for the system to find and clear it. Blocks B are taken in their order, of all
     rows R, while `is_resting()`: a core is idle also where a rank waits a moment for another, and the system does not
     leave a page of 2 MB half cleared when that comes. The thread ends when the tensor is gone, memory is scarce, or the
-    main thread has ended.
-
-    Args:
-        rows_RBX: the memory.
-        is_resting: whether no step runs; called in the thread.
-        take: has the system give out pages at an address, by their size and that of one in bytes, on idle cores only.
-            This thread is none of low priority: others would wait for Python's lock as long as it waits for a core.
+    main thread has ended. It is none of low priority itself: others would wait for Python's lock while it waits for a
+    core.
     """
     # no daemon: Python ends those wherever they are, and within torch that aborts the process
     thread = Thread(target=_populate, args=(weakref.ref(rows_RBX), is_resting, take), name="populate")
@@ -105,9 +101,7 @@ def populate_when_idle(
     return thread
 
 
-def _populate(
-    get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bool], take: Callable[[int, int, int], None]
-) -> None:
+def _populate(get_rows: Callable[[], Tensor | None], is_resting: Callable[[], bool], take: TakePages) -> None:
     piece = 0
     while main_thread().is_alive() and (rows_RBX := get_rows()) is not None:  # main waits for it
         if not is_resting():

@@ -12,6 +12,7 @@ import torch
 from parallel.device.base import Device
 from parallel.dtypes import resolve_dtype
 from parallel.errors import DeviceError
+from parallel.host_memory import TakePages
 from parallel.kernels.base import Kernels
 from parallel.kernels.choice import check_choice
 from parallel.kernels.cpu_fast import CpuKernels
@@ -85,8 +86,8 @@ def select_sampling(device: torch.device, name: str = "auto", dtype: torch.dtype
     )
 
 
-def select_taking(device: torch.device, name: str, dtype: torch.dtype) -> Callable[[int, int, int], None] | None:
-    """What takes memory on idle cores: see `load_taking`. None where `name` or the machine has no such kernels."""
+def select_taking(device: torch.device, name: str, dtype: torch.dtype) -> TakePages | None:
+    """What takes pages of a CPU's memory on idle cores; None where `name` or the machine has no such kernels."""
     return _from_library(load_taking, device, dtype, name)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from parallel.errors import DeviceError
+from parallel.host_memory import TakePages
 from parallel.kernels.native.build import NUMBERS, build_library
 
 LANES = 16
@@ -230,11 +231,8 @@ def load_ranking(library: Path) -> Callable[..., None]:
     return _function(_load(library), "weft_rank_tokens", arguments)
 
 
-def load_taking(library: Path) -> Callable[[int, int, int], None] | None:
-    """What takes memory at an address, its size and that of a page in bytes, on a core that nobody wants; see idle.h.
-
-    None where there is no Linux. Raises DeviceError when the file cannot be loaded.
-    """
+def load_taking(library: Path) -> TakePages | None:
+    """What takes pages, as idle.h says; None where there is no Linux. Raises DeviceError as the others do."""
     loaded, name = _load(library), "weft_take_when_idle"
     return _function(loaded, name, (c_void_p, c_size_t, c_size_t)) if hasattr(loaded, name) else None
 

@@ -5,7 +5,6 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,10 @@ import torch
 
 from parallel import available_memory, host_memory
 from parallel.errors import DeviceError
-from parallel.host_memory import HugePages, forget, forget_storage, populate_when_idle
+from parallel.host_memory import HugePages, TakePages, forget, forget_storage, populate_when_idle
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import load_taking
 
-Take = Callable[[int, int, int], None]
 PAGE = mmap.PAGESIZE
 TIMEOUT_S = 240.0
 """Idle cores may be rare."""
@@ -83,7 +81,7 @@ def test_what_is_forgotten_is_a_part_or_all_of_the_memory() -> None:
 
 
 @pytest.fixture(scope="module")
-def take() -> Take:
+def take() -> TakePages:
     try:
         found = load_taking(build_library())
     except DeviceError as error:
@@ -92,7 +90,7 @@ def take() -> Take:
     return found
 
 
-def populate(rows_RBX: torch.Tensor, take: Take) -> None:
+def populate(rows_RBX: torch.Tensor, take: TakePages) -> None:
     thread = populate_when_idle(rows_RBX, lambda: True, take)
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
@@ -106,14 +104,14 @@ def num_pages_there(x: torch.Tensor) -> int:
     return sum(entry >> 7 for entry in entries[7::8])
 
 
-def test_new_memory_is_taken_before_it_is_written(new_rows: torch.Tensor, take: Take) -> None:
+def test_new_memory_is_taken_before_it_is_written(new_rows: torch.Tensor, take: TakePages) -> None:
     assert num_pages_there(new_rows) == 0
     populate(new_rows, take)
     assert num_pages_there(new_rows) == 2 * 40 * 64
     assert not new_rows.any()
 
 
-def test_only_threads_without_python_have_the_lowest_priority(take: Take) -> None:
+def test_only_threads_without_python_have_the_lowest_priority(take: TakePages) -> None:
     """One of Python's that is put aside for seconds keeps everybody else waiting for Python's lock."""
     idle, of_python = set[int](), set[int]()
 
@@ -207,7 +205,7 @@ def test_a_process_that_ends_waits_for_one_piece_and_leaves_the_rest(
 
 
 def test_scarce_memory_is_left_to_who_writes_it(
-    new_rows: torch.Tensor, take: Take, monkeypatch: pytest.MonkeyPatch
+    new_rows: torch.Tensor, take: TakePages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "_SCARCE", 1.1)
     populate(new_rows, take)
@@ -215,7 +213,7 @@ def test_scarce_memory_is_left_to_who_writes_it(
 
 
 def test_what_a_container_lacks_is_left_too(
-    new_rows: torch.Tensor, take: Take, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_rows: torch.Tensor, take: TakePages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system ends the process in a container that takes more than it may have."""
     monkeypatch.setattr(available_memory, "_CGROUP", tmp_path)
