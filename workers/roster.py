@@ -7,7 +7,7 @@ among the others is queueing.py's, and which blocks it gets kv_cache_manager.py'
 """
 
 import logging
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
@@ -98,7 +98,7 @@ class Roster:
             self._suspended.pop(sequence, None)
             self._cache.free(sequence)
         else:
-            self.running.remove(sequence)
+            del self.running[self._index(sequence)]
             if not sequence.num_in_flight:
                 self.release(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -115,7 +115,7 @@ class Roster:
 
     def later_than(self, sequence: Sequence) -> list[Sequence]:
         """Return the running sequences after this one."""
-        return self.running[self.running.index(sequence) + 1 :]
+        return self.running[self._index(sequence) + 1 :]
 
     def in_yield_order(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """Yield who gives way, first to last: those of the last level first, and of these the one with the least to
@@ -195,7 +195,7 @@ class Roster:
         self.counters.num_preemptions += 1
         sequence.num_preemptions += 1
         sequence.num_lost_tokens = 0
-        self.running.remove(sequence)
+        del self.running[self._index(sequence)]
         self._release_slot(sequence)
         sequence.status = SequenceStatus.WAITING
         self._suspended[sequence] = None
@@ -238,6 +238,12 @@ class Roster:
         assert self._suspended.keys() <= set(self._waiting), "a sequence is suspended and does not wait"
         assert self.running == sorted(self.running, key=_order), "running sequences are not in order"
         assert self._waiting.num_tokens == sum(sequence.num_tokens for sequence in self._waiting)
+
+    def _index(self, sequence: Sequence) -> int:
+        """Where a sequence is among those that run."""
+        index = bisect_left(self.running, sequence.order, key=_order)
+        assert self.running[index] is sequence, "it does not run, or is not at its place"
+        return index
 
     def _find_prefix(self, sequence: Sequence, reserve: int) -> list[int] | None:
         """Return the blocks that a waiting sequence can share, none if it kept its own; None where it does not fit."""

@@ -354,7 +354,10 @@ class Scheduler:
             victim = None
             displaces = not roster.has_free_slot
             if displaces:
-                victims = roster.in_yield_order(roster.running) if victims is None else victims
+                if victims is None:
+                    if not roster.fits_displacing(sequence, reserve):
+                        return  # before all that run are looked at
+                    victims = roster.in_yield_order(roster.running)
                 victim = next((candidate for candidate in victims if _may_yield(candidate, batch)), None)
             if displaces and not (victim and victim.order[0] > sequence.order[0]):
                 # one could give way, which next_to_start has seen, but is in flight

@@ -6,7 +6,8 @@ from helpers.scheduling import ScheduledModel, make_request, prompt, shares
 
 from workers.config import SchedulingPolicy
 from workers.errors import InvalidRequestError
-from workers.sequence import SequenceStatus
+from workers.kv_cache_manager import KVCacheManager
+from workers.sequence import Sequence, SequenceStatus
 
 
 @pytest.mark.parametrize(("num_blocks", "num_running"), [(6, 2), (5, 1)])
@@ -343,6 +344,29 @@ def test_nobody_is_displaced_where_that_fills_the_pool() -> None:
 
     assert urgent.status is SequenceStatus.WAITING  # 3 blocks of 5, and 4 are to stay free
     served.run()
+
+
+def test_where_one_that_waits_has_no_room_nobody_who_could_give_way_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would cost each step as much as all the rest of it, for as long as the pool is half full."""
+    served = ScheduledModel(num_blocks=8, max_num_seqs=2, policy="priority")
+    for first in (1, 20):
+        served.submit(f"ordinary {first}", prompt(3, first), max_tokens=6, priority=1)
+    served.step()
+    urgent = served.submit("urgent", prompt(10, first=50), max_tokens=3)
+    looked_at: list[Sequence] = []
+
+    def look(_cache: KVCacheManager, sequence: Sequence) -> int:
+        looked_at.append(sequence)
+        return 0
+
+    monkeypatch.setattr(KVCacheManager, "least_tokens_at_risk", look)
+
+    served.step()
+
+    assert urgent.status is SequenceStatus.WAITING
+    assert not looked_at
 
 
 def test_a_displaced_sequence_needs_no_blocks_to_grow() -> None:
