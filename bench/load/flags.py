@@ -112,9 +112,10 @@ def parse_target(service: ServiceFlags, prompts: PromptFlags, sent: GoalFlags | 
     """Return the service, with the targets that it is sent; that it speaks HTTP may be said by its URL alone."""
     default = Protocol.GRPC if service.url is None else Protocol.HTTP
     protocol = default if service.protocol is None else choose("--protocol", service.protocol, Protocol)
-    other = ("--url", service.url) if protocol is Protocol.GRPC else ("--router", service.router)
-    if other[1] is not None:
-        raise BenchConfigError(f"{other[0]} is {other[1]!r}, and --protocol {protocol}; allowed: the address of that")
+    addresses = {"--router": service.router, "--url": service.url}
+    wanted, other = ("--router", "--url") if protocol is Protocol.GRPC else ("--url", "--router")
+    if addresses[other] is not None:
+        raise BenchConfigError(f"{other} is {addresses[other]!r}, and --protocol {protocol}; allowed with it: {wanted}")
     grpc, http = service.router or DEFAULT_ROUTER, service.url or DEFAULT_URL
     if "://" in grpc:
         raise BenchConfigError(f"--router is {grpc!r}; allowed: host:port, without a scheme")
