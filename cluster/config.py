@@ -232,7 +232,7 @@ class RouterSection(RouterSettings):
     """TLS of the gRPC and HTTP listeners; null: plain text."""
     api_keys: str | None = None
     """File of the API keys (docs/security.md); null: everybody may ask."""
-    num_routers: Annotated[int, Field(ge=1)] = 1
+    num_routers: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes that share `port` and `http_port`; each has a metrics port of its own, the first one `metrics_port`."""
     policy: PolicyName = PolicyName.PREFIX_AFFINITY
     grace_s: Annotated[float, Field(ge=0)] = 30.0
