@@ -62,7 +62,7 @@ def to_request_error(error: ClientError) -> RequestError:
     elif error.code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in told:
         advice = "; is `weft serve` running?"
     elif "failed to connect" in told and ("Socket closed" in told or "Connection reset" in told):
-        advice = "; a router with TLS wants --tls-ca"
+        advice = "; a router with TLS wants --tls-ca, one with a ca_file --tls-cert and --tls-key too"
     elif "Hostname Verification Check failed" in told:
         advice = "; --tls-name says which name is in the router's certificate"
     return RequestError(f"{error.code.name.lower().replace('_', ' ')}: {told}{advice}")

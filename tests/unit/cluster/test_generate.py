@@ -52,7 +52,7 @@ async def test_generate_speaks_tls_and_shows_its_key(tmp_path: Path, capsys: pyt
             await asyncio.to_thread(send, tls=replace(trusting, server_name="other.example.org"), api_key="wk-1")
         with pytest.raises(RequestError, match="unauthenticated: the API key is not known"):
             await asyncio.to_thread(send, tls=trusting, api_key="wk-2")
-        with pytest.raises(RequestError, match=r"^unavailable: .*; a router with TLS wants --tls-ca$"):
+        with pytest.raises(RequestError, match=r"^unavailable: .*; a router with TLS wants --tls-ca, one with "):
             await asyncio.to_thread(send, tls=None, api_key="wk-1")
 
 
@@ -71,6 +71,7 @@ async def test_router_that_wants_a_certificate_is_shown_one(command: list[str], 
         assert answer.exit_code == 0
         refused = await asyncio.to_thread(CliRunner().invoke, app, [*trusting, "--timeout", "5"], input="hi\n")
         assert isinstance(refused.exception, RequestError)
+        assert "one with a ca_file --tls-cert and --tls-key too" in str(refused.exception)
         assert len(a.submits) == 1
 
 
