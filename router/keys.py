@@ -174,7 +174,11 @@ class KeyRing:
         if isinstance(self._content, str):
             raise RouterConfigError(f"the API keys in {self._path} cannot be read: {self._content}")
         try:
-            entries = msgspec.convert(read_yaml(self._content), _File).keys
+            data = read_yaml(self._content)
+            if not isinstance(data, dict):
+                seen = "an empty file" if data is None else f"a {type(data).__name__}"
+                raise ValueError(f"{seen}; allowed: `keys:` and the entries below it")
+            entries = msgspec.convert(data, _File).keys
         except Exception as error:  # yaml lets out whatever a text makes its parts raise, such as ValueError
             reason = " ".join(str(error).split())  # yaml's has lines
             raise RouterConfigError(f"the API keys in {self._path} cannot be read: {reason}") from error

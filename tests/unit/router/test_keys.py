@@ -145,6 +145,8 @@ def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
         ("keys: !!bool perhaps", "cannot be read"),
         pytest.param("keys: " + "[" * 5000, "cannot be read: maximum recursion depth", id="deep"),
         ("key: []", "unknown field|missing required field"),
+        ("", "cannot be read: an empty file; allowed: `keys:` and the entries below it"),
+        ("- name: alice", "cannot be read: a list; allowed: `keys:` and the entries below it"),
         ("keys: [{name: a, sha256: 00}]", "Expected `str`"),
         (
             "keys: [{name: a, sha256: abc}]",
