@@ -6,7 +6,7 @@ safetensors     a header and plain bytes; mapped, or read into memory of the cal
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,9 @@ _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in STORED_DTYPE
 
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
+
+_POINTER = b"version https://git-lfs"
+"""How the text begins that `git clone` leaves in place of a large file where Git LFS is not installed."""
 
 
 class StoredTensor(Protocol):
@@ -127,7 +130,7 @@ def open_tensors(file: Path) -> Iterator[StoredTensors]:
     try:
         tensors = safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
+        raise CheckpointError(f"{file} is not a complete safetensors file: {_reason(file, error)}") from error
     with tensors:
         yield _SafeTensors(file, tensors)
 
@@ -136,9 +139,8 @@ def _load(file: Path) -> dict[str, Tensor]:
     try:
         values: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"{file} is not a complete file of tensors, saved by PyTorch 1.6 or later: {reason}"
+            f"{file} is not a complete file of tensors, saved by PyTorch 1.6 or later: {_reason(file, error)}"
         ) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds a {type(values).__name__}; allowed: tensors by name")
@@ -148,6 +150,14 @@ def _load(file: Path) -> dict[str, Tensor]:
         if layout is not torch.strided:
             raise CheckpointError(f"{file}: tensor {name} is {layout}; allowed: {torch.strided}, with values")
     return tensors
+
+
+def _reason(file: Path, error: Exception) -> str:
+    """Return in a line why a file cannot be read."""
+    with suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            return "it is a pointer of Git LFS; allowed: the file itself, as `git lfs pull` brings it"
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class _SafeTensors:

@@ -76,7 +76,7 @@ def _read_tokenizer_json(file: Path, *, encodes: bool) -> Tokenizer:
     What is not looked at stays the bytes that it is: 150,000 tokens and their merges would take longer here than there.
     """
     try:
-        description = msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+        description = msgspec.json.decode(_read(file), type=dict[str, msgspec.Raw])
         added = msgspec.json.decode(description.get("added_tokens", b"null")) or []
         for token in added:
             if token.get("special"):
@@ -91,13 +91,21 @@ def _read_tokenizer_json(file: Path, *, encodes: bool) -> Tokenizer:
         raise TokenizerError(f"{file} is not a tokenizer: {error}") from error
 
 
+def _read(file: Path) -> bytes:
+    """Return the file's content. Raises TokenizerError for what `git clone` leaves in its place without Git LFS."""
+    data = file.read_bytes()
+    if data.startswith(b"version https://git-lfs"):
+        raise TokenizerError("it is a pointer of Git LFS; allowed: the file itself, as `git lfs pull` brings it")
+    return data
+
+
 def _raw(value: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _convert(file: Path, declared: DeclaredTokens) -> Tokenizer:
-    data = file.read_bytes()
     try:
+        data = _read(file)
         if file.suffix == ".tiktoken" or is_tiktoken(data):
             return convert_tiktoken(data, name=file.name, names=declared.names)
         return convert_sentencepiece(

@@ -112,6 +112,17 @@ def test_corrupt_file_is_named(num_parts: int, damage: Callable[[bytes], bytes],
         _weights(folder)
 
 
+@pytest.mark.parametrize("name", [PICKLED.single, SAFETENSORS.single])
+def test_pointer_of_git_lfs_is_called_so(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n")
+
+    with (
+        pytest.raises(CheckpointError, match=rf"{name} is not a .*: it is a pointer of Git LFS; .* `git lfs pull`"),
+        open_tensors(tmp_path / name),
+    ):
+        pass
+
+
 def test_file_of_an_old_pytorch_is_refused_with_the_reason(tmp_path: Path) -> None:
     """It cannot be mapped: each rank would read all of it."""
     folder = _pickled("llama", tmp_path / "model")

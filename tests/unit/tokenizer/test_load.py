@@ -192,6 +192,13 @@ def test_broken_file_is_named(files: dict[str, Any], said: str, tmp_path: Path) 
         load_tokenizer(write_json(write_letters(tmp_path), **files))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "qwen.tiktoken"])
+def test_pointer_of_git_lfs_is_called_so(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n")
+    with pytest.raises(TokenizerError, match=rf"{name}.*: it is a pointer of Git LFS; allowed: .* `git lfs pull`"):
+        load_tokenizer(tmp_path)
+
+
 def test_broken_merges_are_named(tmp_path: Path) -> None:
     write_json(tmp_path, vocab={"a": 0})
     (tmp_path / "merges.txt").write_text("x y z\n")
