@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from weft.v1 import inference_pb2 as pb
 
@@ -41,6 +42,13 @@ WAS_CLOSED = "the client was closed"
 
 _M = TypeVar("_M", bound=Message)
 _REQUEST_OPTIONS = ("model", "priority", "cache_salt", "request_id", "target_ttft_s", "target_tpot_s")
+
+_RANGES: Mapping[int, str] = {
+    FieldDescriptor.CPPTYPE_INT32: "integers from -2**31 to 2**31 - 1",
+    FieldDescriptor.CPPTYPE_UINT32: "integers from 0 to 2**32 - 1",
+    FieldDescriptor.CPPTYPE_UINT64: "integers from 0 to 2**64 - 1",
+}
+"""What a field of these types holds, which protobuf's errors do not say."""
 
 _ERRORS: Mapping[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: BadRequestError,
@@ -180,7 +188,8 @@ def _build(kind: type[_M], fields: Mapping[str, Any]) -> _M:
         return kind(**fields)
     except (TypeError, ValueError, OverflowError):  # which do not say of what
         for name, value in fields.items():
-            with _only_what_fits(name):
+            allowed = _RANGES.get(kind.DESCRIPTOR.fields_by_name[name].cpp_type)
+            with _only_what_fits(name, f"; allowed: {allowed}" if allowed else ""):
                 kind(**{name: value})
         raise
 
