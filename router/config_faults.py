@@ -42,7 +42,7 @@ def _describe(kind: type[BaseModel], fault: Any) -> str:
         case "value_error":
             return f"{path}: {fault['ctx']['error']}"
         case _:
-            allowed = fault["msg"].removeprefix("Input should be ")
+            allowed = fault["msg"].removeprefix("Input should be ").removeprefix("String should have ")
             return f"{path}: {_shown(fault['input'])}; allowed: {allowed}"
 
 

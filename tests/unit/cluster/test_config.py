@@ -173,6 +173,10 @@ def test_each_model_has_its_own_hash_key() -> None:
         ),
         ({"router": {"policy": "random"}}, "router.policy: \"random\"; allowed: 'round_robin', 'least_loaded'"),
         ({"router": {"num_routers": 0}}, "router.num_routers: 0; allowed: greater than or equal to 1"),
+        (
+            {"models": [{"path": "m", "name": "m" * 129}]},
+            'models[0].name: "' + "m" * 56 + "...; allowed: at most 128 characters",
+        ),
         ({"router": {"num_routers": 50051}}, "router.num_routers: 50051; allowed: less than or equal to 256"),
         ({"router": {"port": 70000}}, "router.port: 70000; allowed: less than or equal to 65535"),
         ({"models": []}, "models: []"),
