@@ -244,10 +244,12 @@ class _Encoder:
 
 def engine_config(folder: Path, settings: Mapping[str, Any]) -> EngineConfig:
     """Return the settings of one rank, from those of a model's section. Raises ClusterError, EngineConfigError."""
-    config = build_section({**settings, "path": str(folder)}).to_spec(hash_key=b"bench").engine
-    if config.parallel.world_size != 1:
+    section = build_section({**settings, "path": str(folder)})
+    config = section.to_spec(hash_key=b"bench").engine
+    num_ranks = section.replicas * config.parallel.world_size
+    if num_ranks != 1:
         raise EngineConfigError(
-            f"{config.parallel.world_size} ranks are asked for; allowed offline: 1 (`weft bench serve` measures groups)"
+            f"{num_ranks} ranks are asked for; allowed offline: 1 (`weft bench serve` measures groups)"
         )
     return config
 

@@ -420,6 +420,7 @@ def test_what_was_measured_before_a_failure_is_told(tmp_path: Path, monkeypatch:
         ),
         (["--model", "weft-tiny", "--device", "cuda"], BenchConfigError, "device is 'cuda'.*; allowed: auto, cpu"),
         (["--model", "weft-tiny", "--set", "tensor_parallel=2"], EngineConfigError, "2 ranks are asked for"),
+        (["--model", "weft-tiny", "--set", "replicas=3"], EngineConfigError, "3 ranks are asked for"),
     ],
 )
 def test_what_offline_cannot_do_is_told(arguments: list[str], error: type[Exception], message: str) -> None:
