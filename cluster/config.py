@@ -25,7 +25,7 @@ from cluster.models import DEFAULT_MODEL
 from cluster.settings_json import settings_json
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from router.config import PolicyName, Port, RouterConfig, TracingConfig
-from router.config_faults import NO_BLANKS, describe_faults
+from router.config_faults import NO_BLANKS, check_sizes, describe_faults
 from router.settings import RouterSettings, Section
 from router.tls import InnerTls, TlsFiles
 from workers.config import (
@@ -361,9 +361,11 @@ def build_spec(data: Mapping[str, Any]) -> ClusterSpec:
 
 
 def _validate(kind: type[_SectionT], data: Mapping[str, Any]) -> _SectionT:
+    # Through JSON: strict mode there takes mappings for dataclasses and names for enums, and coerces nothing else.
+    text = settings_json(data)
+    check_sizes(data, ClusterConfigError)
     try:
-        # Through JSON: strict mode there takes mappings for dataclasses and names for enums, and coerces nothing else.
-        return kind.model_validate_json(settings_json(data))
+        return kind.model_validate_json(text)
     except ValidationError as error:
         raise ClusterConfigError(describe_faults(kind, error)) from error
 

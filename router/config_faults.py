@@ -12,6 +12,22 @@ from pydantic import BaseModel, ValidationError
 NO_BLANKS = r"^[^\x00-\x20\x7f]*$"
 """Pattern of names."""
 
+_LARGEST = 10**15
+"""No setting has a use for more, of bytes or of seconds, and whoever computes with more may not have room for it."""
+
+
+def check_sizes(data: object, error: type[Exception], place: tuple[str | int, ...] = ()) -> None:
+    """Raise `error` for the first number within mappings and lists that is too large for any setting."""
+    match data:
+        case dict():
+            for key, value in data.items():
+                check_sizes(value, error, (*place, str(key)))
+        case list():
+            for index, value in enumerate(data):
+                check_sizes(value, error, (*place, index))
+        case int() | float() if _LARGEST < abs(data) < math.inf:
+            raise error(f"{_dotted(place)}: {_shown(data)}; allowed: at most {_LARGEST:.0e}")
+
 
 def describe_faults(kind: type[BaseModel], error: ValidationError) -> str:
     """Return the lines for data that are no such section."""

@@ -18,7 +18,7 @@ from router.config import (
     NumThreads,
     PrefixPolicyConfig,
 )
-from router.config_faults import describe_faults
+from router.config_faults import check_sizes, describe_faults
 from router.errors import RouterConfigError
 
 
@@ -50,6 +50,7 @@ def parse_settings(text: str) -> RouterSettings:
         raise RouterConfigError(f"{text!r} is not JSON: {error}; allowed: an object of settings") from error
     if not isinstance(data, dict):
         raise RouterConfigError(f"{text!r} is a {type(data).__name__}; allowed: an object of settings")
+    check_sizes(data, RouterConfigError)
     try:
         settings = RouterSettings.model_validate_json(text)
     except ValidationError as error:

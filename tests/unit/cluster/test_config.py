@@ -178,6 +178,12 @@ def test_each_model_has_its_own_hash_key() -> None:
             'models[0].name: "' + "m" * 56 + "...; allowed: at most 128 characters",
         ),
         ({"router": {"num_routers": 50051}}, "router.num_routers: 50051; allowed: less than or equal to 256"),
+        ({"router": {"admission": {"max_queued": 10**30}}}, "router.admission.max_queued: 1000"),
+        (
+            {"router": {"clients": {"keep_alive_s": 1e308}}},
+            "router.clients.keep_alive_s: 1e+308; allowed: at most 1e+15",
+        ),
+        ({"models": [{"path": "m", "port": 1}, {"num_blocks": -1e16}]}, "models[1].num_blocks: -1e+16; allowed: at"),
         ({"router": {"port": 70000}}, "router.port: 70000; allowed: less than or equal to 65535"),
         ({"models": []}, "models: []"),
         ({"models": "weft-tiny"}, 'models: "weft-tiny"; allowed: a valid array'),

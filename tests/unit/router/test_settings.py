@@ -49,6 +49,7 @@ def test_flags_of_their_own_go_with_settings() -> None:
         ('{"port": 1}', "port: unknown key; allowed: max_message_bytes, "),
         ('{"admission": {"max_queue": 1}}', "admission.max_queue: unknown key; allowed: max_in_flight, max_queued"),
         ('{"admission": {"max_queued": "1"}}', 'admission.max_queued: "1"; allowed: a valid integer'),
+        ('{"admission": {"max_queued": 1e308}}', "admission.max_queued: 1e+308; allowed: at most 1e+15"),
         ('{"clients": {"body_timeout_s": 0}}', "clients.body_timeout_s: 0; allowed: greater than or equal to 0.001"),
         (
             '{"clients": {"allowed_origins": ["*", "https://app.example/"]}}',
