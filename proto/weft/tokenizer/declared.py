@@ -17,6 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from weft.tokenizer.errors import TokenizerError
 
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
+_MAX_ID = (1 << 19) - 1
+"""Largest id that a file may give a token, twice as far as vocabularies go: all ids before it are filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +123,11 @@ def _read_places(folder: Path, config: Mapping[str, Any], special: frozenset[str
         else:
             texts = read_json_object(file)
             places = {int(texts[text]): AddedToken(text, special=text in special) for text in texts}
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise TokenizerError(f"{file}: the added tokens are not written as text and id: {error!r}") from error
+    for token_id, token in places.items():
+        if not 0 <= token_id <= _MAX_ID:
+            raise TokenizerError(f"{file}: the id of {token.content!r} is {token_id}; allowed: 0 to {_MAX_ID}")
     return dict(sorted(places.items()))
 
 

@@ -184,6 +184,13 @@ def test_frame_of_the_config_replaces_that_of_the_file(shared: Path, tmp_path: P
         ({"tokenizer_config": {"added_tokens_decoder": {"1": {}}}}, r"tokenizer_config\.json: the added tokens"),
         ({"tokenizer_config": {"added_tokens_decoder": [1]}}, r"tokenizer_config\.json: the added tokens"),
         ({"added_tokens": {"<x>": None}}, r"added_tokens\.json: the added tokens are not written as text and id"),
+        ({"added_tokens": '{"<x>": 1e999}'}, r"added_tokens\.json: the added tokens are not written as text and id"),
+        ({"added_tokens": {"<x>": 2**31}}, r"added_tokens\.json: the id of '<x>' is 2147483648; allowed: 0 to 524287"),
+        ({"added_tokens": {"<x>": -1}}, r"added_tokens\.json: the id of '<x>' is -1; allowed: 0 to 524287"),
+        (
+            {"tokenizer_config": {"added_tokens_decoder": {"9999999999": {"content": "<x>"}}}},
+            r"tokenizer_config\.json: the id of '<x>' is 9999999999; allowed: 0 to 524287",
+        ),
         ({"tokenizer": "{}"}, r"tokenizer\.json is not a tokenizer"),
     ],
 )
