@@ -104,6 +104,8 @@ class ChatTemplate:
         for name in ("name", "reasoning_content", "tool_call_id"):
             if value := getattr(message, name):
                 fields[name] = value
+        if message.reasoning_content:
+            fields["thinking"] = message.reasoning_content  # as the template of gpt-oss calls it
         return fields
 
     def _shows(self, content: object) -> bool:

@@ -250,6 +250,16 @@ def test_template_sees_what_a_message_says_beside_its_content(tmp_path: Path) ->
     assert render(make_folder(tmp_path, config={"chat_template": template}), *messages) == "hm|False| |True|f "
 
 
+def test_thoughts_reach_templates_that_read_them_under_another_name(tmp_path: Path) -> None:
+    """As that of gpt-oss does."""
+    template = "{% for m in messages %}{% if 'thinking' in m %}<{{ m.thinking }}>{% endif %}{{ m.content }}{% endfor %}"
+    folder = make_folder(tmp_path, config={"chat_template": template})
+    hi = ChatMessage(role="user", content="hi")
+
+    assert render(folder, hi, ChatMessage(role="assistant", content="a", reasoning_content="hm")) == "hi<hm>a"
+    assert render(folder, hi, ChatMessage(role="assistant", content="a")) == "hia"
+
+
 PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text | trim }}{% endif %}{% endfor %}"
 
 
