@@ -65,8 +65,10 @@ class DeclaredTokens:
         before, after = _read_frame(tokenizer)
         bos = self._frame_token(tokenizer, "bos") if has_bos else before
         eos = self._frame_token(tokenizer, "eos") if has_eos else after
-        tokenizer.post_processor = TemplateProcessing(
-            single=[*bos, "$A", *eos], special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*bos, *eos}]
+        ids = {token: tokenizer.token_to_id(token) for token in (*bos, *eos)}
+        tokenizer.post_processor = TemplateProcessing(  # it reads "$" and ":" in a text, so tokens get other names here
+            single=[*(str(ids[token]) for token in bos), "$A", *(str(ids[token]) for token in eos)],
+            special_tokens=[{"id": str(each), "ids": [each], "tokens": [token]} for token, each in ids.items()],
         )
 
     def _frame_token(self, tokenizer: Tokenizer, name: str) -> list[str]:

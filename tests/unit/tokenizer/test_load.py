@@ -175,6 +175,15 @@ def test_frame_of_the_config_replaces_that_of_the_file(shared: Path, tmp_path: P
         assert load_tokenizer(tmp_path).tokenizer.encode("a").ids == expected
 
 
+@pytest.mark.parametrize("text", ["<s>", "$A", "$1", "<s:1>", "a:b", "0"])
+def test_frame_takes_the_text_of_a_token_literally(text: str, tmp_path: Path) -> None:
+    config = {"bos_token": text, "add_bos_token": True, "added_tokens_decoder": {"3": {"content": text}}}
+
+    encoding = load_tokenizer(write_json(write_letters(tmp_path), tokenizer_config=config)).tokenizer.encode("b")
+
+    assert (encoding.ids, encoding.tokens, encoding.special_tokens_mask) == ([3, 1], [text, "b"], [1, 0])
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [
