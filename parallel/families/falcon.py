@@ -19,7 +19,7 @@ from parallel.position_description import Alibi
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a Falcon config, also one with the names of its first release."""
-    fields = fields.renamed(
+    fields = fields.without("hidden_act").renamed(
         hidden_size="n_embed",
         num_hidden_layers="n_layer",
         num_attention_heads="n_head",

@@ -22,9 +22,8 @@ _NAMES = {
 def describe(fields: Fields) -> DecoderDescription:
     """Read a GPT-2 config."""
     refuse_other(fields, add_cross_attention=False, scale_attn_by_inverse_layer_idx=False)
-    fields = fields.renamed(**_NAMES).with_defaults(
-        max_position_embeddings=1024, hidden_act="gelu_new", tie_word_embeddings=True
-    )
+    fields = fields.without("hidden_act").renamed(**_NAMES)
+    fields = fields.with_defaults(max_position_embeddings=1024, hidden_act="gelu_new", tie_word_embeddings=True)
     fields = fields.with_defaults(intermediate_size=4 * fields.integer("hidden_size"))
     description = describe_common(fields, rope=None, eps_name="layer_norm_epsilon", default_eps=1e-5)
     return replace(

@@ -20,7 +20,8 @@ _NAMES = {
 
 def describe(fields: Fields) -> DecoderDescription:
     """Read a GPT-J config."""
-    fields = fields.renamed(**_NAMES).with_defaults(max_position_embeddings=2048, hidden_act="gelu_new")
+    fields = fields.without("hidden_act").renamed(**_NAMES)
+    fields = fields.with_defaults(max_position_embeddings=2048, hidden_act="gelu_new")
     fields = fields.with_defaults(intermediate_size=4 * fields.integer("hidden_size"))
     description = describe_common(fields, rope=None, eps_name="layer_norm_epsilon", default_eps=1e-5)
     rotary = RotaryDescription(dim=fields.integer("rotary_dim", 64), theta=10_000.0, is_interleaved=True)

@@ -21,9 +21,8 @@ def describe(fields: Fields) -> DecoderDescription:
         layer_norm_elementwise_affine=True,
         _remove_final_layer_norm=False,
     )
-    fields = fields.renamed(**_NAMES).with_defaults(
-        max_position_embeddings=2048, hidden_act="relu", tie_word_embeddings=True
-    )
+    fields = fields.without("hidden_act").renamed(**_NAMES)
+    fields = fields.with_defaults(max_position_embeddings=2048, hidden_act="relu", tie_word_embeddings=True)
     description = describe_common(fields, rope=None, eps_name="layer_norm_eps", default_eps=1e-5)
     has_bias = fields.boolean("enable_bias", True)
     return replace(

@@ -72,6 +72,21 @@ def test_newer_of_two_activation_fields_counts() -> None:
     assert description.activation is Activation.GELU_TANH
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name", "default"),
+    [
+        ("opt", "activation_function", Activation.RELU),
+        ("gpt2", "activation_function", Activation.GELU_TANH),
+        ("gptj", "activation_function", Activation.GELU_TANH),
+        ("falcon", "activation", Activation.GELU),
+    ],
+)
+def test_activation_is_what_the_field_of_the_family_says(model_type: str, name: str, default: Activation) -> None:
+    required = _REQUIRED.get(model_type, {})
+    assert _describe(model_type, **required, hidden_act="silu").activation is default
+    assert _describe(model_type, **required, hidden_act="relu", **{name: "silu"}).activation is Activation.SILU
+
+
 def test_context_of_command_r_is_the_one_that_is_served() -> None:
     assert _describe("cohere", model_max_length=131072).max_context == 131072
     assert _describe("cohere").max_context == 256
