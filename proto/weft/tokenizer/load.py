@@ -128,6 +128,6 @@ def _read_byte_level(vocabulary: Path, merges: Path, config: Mapping[str, Any]) 
     if str(config.get("tokenizer_class")).startswith("Qwen2"):
         split_as(tokenizer, "qwen.tiktoken")
         return tokenizer
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -104,6 +104,18 @@ def test_vocabulary_and_merges_of_qwen_are_split_as_qwen_does(shared: Path, tmp_
     assert [of.ids for of in tokenizer.encode_batch_fast(texts)] == [of.ids for of in original.encode_batch_fast(texts)]
 
 
+@pytest.mark.parametrize(
+    ("config", "first"), [({}, 0), ({"add_prefix_space": False}, 0), ({"add_prefix_space": True}, 2)]
+)
+def test_text_begins_with_a_space_where_the_config_of_merges_says_so(
+    config: dict[str, Any], first: int, tmp_path: Path
+) -> None:
+    write_json(tmp_path, vocab={"a": 0, "Ġ": 1, "Ġa": 2}, tokenizer_config=config)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nĠ a\n", encoding="utf-8")
+
+    assert load_tokenizer(tmp_path).tokenizer.encode("a a").ids == [first, 2]
+
+
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
 @pytest.mark.parametrize("place", ["tokenizer.json", "added_tokens_decoder"])
 def test_special_token_that_is_named_keeps_what_it_takes_in(flag: str, place: str, tmp_path: Path) -> None:
