@@ -109,7 +109,10 @@ def _convert(file: Path, declared: DeclaredTokens) -> Tokenizer:
         if file.suffix == ".tiktoken" or is_tiktoken(data):
             return convert_tiktoken(data, name=file.name, names=declared.names)
         return convert_sentencepiece(
-            data, names=declared.names, is_each_part_prefixed=_is_each_part_prefixed(declared.config)
+            data,
+            names=declared.names,
+            is_prefixed=declared.config.get("add_prefix_space") is not False,
+            is_each_part_prefixed=_is_each_part_prefixed(declared.config),
         )
     except Exception as error:  # the package raises bare Exception
         raise TokenizerError(f"{file}: {error}") from error

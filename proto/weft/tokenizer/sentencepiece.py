@@ -22,14 +22,16 @@ _UNKNOWN_PENALTY = 10.0  # what an unknown character costs more than the rarest 
 _LONGEST_HIDDEN = 16  # characters of a token's name that are read, at worst, one by one
 
 
-def convert_sentencepiece(data: bytes, *, names: Mapping[int, str], is_each_part_prefixed: bool) -> Tokenizer:
+def convert_sentencepiece(
+    data: bytes, *, names: Mapping[int, str], is_prefixed: bool, is_each_part_prefixed: bool
+) -> Tokenizer:
     """Return the tokenizer of a model file.
 
     Args:
         data: the file.
         names: what pieces are called instead: files keep places free that a config names later.
-        is_each_part_prefixed: a space is put before each part between special tokens, else before the first only;
-            neither where the model has no such prefix.
+        is_prefixed: a space is put before a text where the model has such a prefix; else it has none.
+        is_each_part_prefixed: it is put before each part between special tokens, else before the first only.
 
     Raises:
         TokenizerError: the file is not such a model, or of a kind that is not known.
@@ -41,6 +43,7 @@ def convert_sentencepiece(data: bytes, *, names: Mapping[int, str], is_each_part
     else:
         tokenizer = Tokenizer(_unigram(pieces, model.trainer_spec.byte_fallback))
     spec = model.normalizer_spec
+    spec.add_dummy_prefix = spec.add_dummy_prefix and is_prefixed
     tokenizer.normalizer = _normalizer(spec)
     pre_tokenizer = _pre_tokenizer(spec, "always" if is_each_part_prefixed else "first")
     if pre_tokenizer is not None:

@@ -107,6 +107,21 @@ def test_prefix_before_the_first_part_only_equals_transformers(shared: Path, lla
     assert tokenizer.encode("a</s>b", add_special_tokens=False).tokens == ["▁a", "</s>", "b"]
 
 
+def test_model_without_a_prefix_by_its_config_equals_transformers(shared: Path, llama2: bytes, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = LLAMA2 | {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}
+    shutil.copy(shared / "tokenizers/llama2-32k/tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    original = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(write_folder(tmp_path / "mine", llama2, **config)).tokenizer
+    texts = made_texts(SPECIAL)
+
+    ids = ids_of(tokenizer, texts, special=True)
+
+    assert differing(texts, ids, original(texts)["input_ids"]) == []
+    assert differing(texts, tokenizer.decode_batch(ids), original.batch_decode(ids, skip_special_tokens=True)) == []
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_model_equals_sentencepiece(name: str, shared: Path, plain: list[str], tmp_path: Path) -> None:
     model = _train(plain[:1500], **TRAINED[name])
