@@ -9,6 +9,10 @@ from typing import Any
 from parallel.errors import ConfigError
 from parallel.position_description import MAX_INT32
 
+_COUNTED = ("num_hidden_layers", "num_attention_heads", "first_k_dense_replace")
+_MAX_COUNTED = 1 << 14
+"""Most layers and heads: they are described one by one, before anything is compared with the weights."""
+
 
 class Fields:
     """Reads the fields of one JSON object; null counts as absent unless said. All methods raise ConfigError."""
@@ -49,12 +53,13 @@ class Fields:
         return self._values.get(name)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least `minimum`, at most MAX_INT32; required unless there is a default."""
+        """An integer of at least `minimum`, at most what there is room for; required unless there is a default."""
         value = self._get(name, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self._error(name, value, f"an integer of at least {minimum}")
-        if value > MAX_INT32:
-            raise self._error(name, value, f"an integer of at most {MAX_INT32}")
+        maximum = _MAX_COUNTED if name in _COUNTED else MAX_INT32
+        if value > maximum:
+            raise self._error(name, value, f"an integer of at most {maximum}")
         return value
 
     def nullable_integer(self, name: str, default: int) -> int | None:

@@ -159,7 +159,9 @@ def test_decoder_names_become_names_of_the_checkpoint() -> None:
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ({"model_type": None}, "model_type is missing"),
         ({"rope_theta": 10**400}, r"rope_theta is 10{79}\.\.\.; allowed: a finite number more than 0"),
-        ({"num_hidden_layers": 10**21}, "num_hidden_layers is 1000.*; allowed: an integer of at most 2147483647"),
+        ({"num_hidden_layers": 10**21}, "num_hidden_layers is 1000.*; allowed: an integer of at most 16384"),
+        ({"num_hidden_layers": 16_385}, "num_hidden_layers is 16385; allowed: an integer of at most 16384"),
+        ({"num_attention_heads": 2**14 + 8}, "num_attention_heads is 16392; allowed: an integer of at most 16384"),
         ({"vocab_size": 2**31}, "vocab_size is 2147483648; allowed: an integer of at most 2147483647"),
         ({"max_position_embeddings": 5_000_000_000}, "max_position_embeddings is 5000000000; allowed: .* at most 21"),
         (

@@ -260,6 +260,7 @@ def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], change
     [
         (DEEPSEEK_V3, {"kv_lora_rank": 0}, "kv_lora_rank is 0; allowed: an integer of at least 1"),
         (DEEPSEEK_V3, {"qk_rope_head_dim": 7}, "rotary dim is 7; allowed: an even number"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": 2**15}, "first_k_dense_replace is 32768; allowed: .* at most 16384"),
         (GPT_OSS, {"sliding_window": None}, "layer_types has 'sliding_attention' but there is no window"),
     ],
 )
