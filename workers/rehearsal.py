@@ -30,6 +30,12 @@ logger = logging.getLogger(__name__)
 
 _MOST_SAMPLING = SamplingParams(top_p=0.9, logprobs=1, repetition_penalty=1.1)
 """What takes most memory and work of the sampler."""
+_WAYS_TO_SAMPLE = (
+    _MOST_SAMPLING,
+    *(SamplingParams(temperature=t, repetition_penalty=penalty) for t in (1.0, 0.0) for penalty in (1.1, 1.0)),
+)
+"""What brings up all kernels of the sampler. Logits are float32 where a row wants more than the largest of them; and
+tensor-parallel ranks look through their own parts of logits, edited or not, unless a row wants more than that."""
 
 
 class Rehearsal:
@@ -97,7 +103,7 @@ class Rehearsal:
             self._record_steps()
         else:
             self._run_without_recording()
-        for sampling in (_MOST_SAMPLING, SamplingParams(), SamplingParams(temperature=0.0)):
+        for sampling in _WAYS_TO_SAMPLE:
             self._run_step([(0, min(2, self._decoder.description.max_context))], sampling)
 
     def _steps_to_record(self) -> list[list[StepBucket]]:

@@ -215,6 +215,80 @@ def test_tokens_are_those_of_the_reference_when_interpreted() -> None:
     interpret(_SAMPLING)
 
 
+_WAYS_TO_SAMPLE = """
+from itertools import product
+from pathlib import Path
+import tempfile
+import torch
+from helpers.plans import make_plan
+from helpers.recording import StandIn
+from parallel.checkpoint import load_decoder
+from parallel.kernels import triton_sampling
+from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.sampling import TokenChoice, rank_in_torch
+from parallel.mesh import Mesh
+from parallel.random_model import write_random_model
+from workers import model_runner
+from workers.config import CacheConfig, EngineConfig, SchedulerConfig
+from workers.plan import NewSequence, ScheduledSequence
+from workers.request import SamplingParams
+
+variants = set()
+
+
+class Noted:
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor)]
+            variants.add((self._kernel.fn.__name__, *dtypes, *constants.items()))
+            self._kernel[grid](*args, **constants)
+
+        return launch
+
+
+for name in ("_find_largest", "_edit", "_merge_largest", "_cut", "_gather", "_limit"):
+    setattr(triton_sampling, name, Noted(getattr(triton_sampling, name)))
+choice = TokenChoice(
+    triton_sampling.choose_in_triton, triton_sampling.find_in_triton, rank_in_torch, triton_sampling.edit_in_triton
+)
+model_runner.select_sampling = lambda *_: choice
+model = dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+model |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, eos_token_id=2)
+with tempfile.TemporaryDirectory() as folder:
+    write_random_model(Path(folder), model, 0, torch.float32)
+    decoder = load_decoder(
+        Path(folder), mesh=Mesh.single(), device=torch.device("cpu"), dtype=torch.float16, kernels=ReferenceKernels()
+    )
+config = EngineConfig(
+    model="",
+    kernels="reference",
+    max_cudagraph_capture_size=0,
+    cache=CacheConfig(num_blocks=10),
+    scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16),
+)
+type(decoder).finds_largest = type(decoder).draws = property(lambda self: {is_parallel})
+runner = model_runner.ModelRunner(decoder, mesh=Mesh.single(), device=StandIn(), config=config)
+runner.allocate(10)
+rehearsed = variants.copy()
+limits = dict(), dict(top_p=0.5, top_k=3), dict(min_p=0.1)
+edits = dict(), dict(min_tokens=1)
+for number, (temperature, limit, edit, logprobs) in enumerate(product((0.0, 0.7), limits, edits, (None, 2))):
+    sampling = SamplingParams(temperature=temperature, logprobs=logprobs, **limit, **edit)
+    new = NewSequence(0, [1, 3], 2, sampling, [2])
+    assert runner.run(make_plan(number, [], [new], [ScheduledSequence(0, 0, 2, [], [0], True)])) is not None
+    assert variants == rehearsed, (sampling, variants - rehearsed)
+"""
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_every_way_to_sample_is_compiled_before_the_first_request(is_parallel: bool) -> None:
+    """Of a rank alone, and of one that looks through its part of the logits: else all wait for the first of a kind."""
+    interpret(_WAYS_TO_SAMPLE.replace("{is_parallel}", str(is_parallel)))
+
+
 _DECODER = """
 import tempfile
 from pathlib import Path
