@@ -120,12 +120,15 @@ def _largest_sizes(buckets: Sequence[int], most: int) -> list[int]:
     return [min(size, most) for size in reversed(buckets[: bisect_left(buckets, most) + 1])]
 
 
-def partition_size(num_seqs: int, num_kv_heads: int, max_context_len: int) -> int:
+def partition_size(num_seqs: int, num_kv_heads: int, max_context_len: int, sliding_window: int | None) -> int:
     """Keys of a partition: so many that the partitions of all sequences are about as many programs as a GPU needs, and
-    not too many to keep. Short contexts are not cut.
+    not too many to keep. What is read of short contexts, and by short windows of longer ones, is not cut.
     """
-    if max_context_len <= MIN_CONTEXT_BUCKET:
-        return MIN_CONTEXT_BUCKET
+    size = MIN_CONTEXT_BUCKET
+    if min(max_context_len, sliding_window or max_context_len) <= MIN_CONTEXT_BUCKET:
+        while size < max_context_len:
+            size *= 2
+        return size
     size = MIN_PARTITION_SIZE
     while num_seqs * num_kv_heads * max_context_len > NUM_DECODE_PROGRAMS * size and size < MAX_PARTITION_SIZE:
         size *= 2

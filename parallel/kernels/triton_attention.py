@@ -71,7 +71,7 @@ def choose_tiles(
 
     Args:
         head_dim, num_group, element_size: as said.
-        partition: keys of a partition; 0: a prefill.
+        partition: most keys that are read of a partition; 0: a prefill.
         is_cut: contexts of a decode have several partitions. With few keys in each they have one kind of tiles, however
             many programs: recorded steps never have another, so that a larger step would be compiled anew.
         num_programs: sequences of a decode, times key-value heads.
@@ -128,9 +128,11 @@ class _Cut(NamedTuple):
 
 def _decode(call: _Call) -> None:
     meta, num_seqs, num_kv_heads = call.meta, call.meta.num_decodes, call.cache.k_BPKH.shape[2]
-    size = partition_size(num_seqs, num_kv_heads, meta.max_context_len)
-    cut = _Cut(size, num_partitions(meta.max_context_len, call.params.sliding_window, size))
-    tiles = _tiles(call, partition=size, is_cut=cut.num_parts > 1, num_programs=num_seqs * num_kv_heads)
+    window = call.params.sliding_window
+    size = partition_size(num_seqs, num_kv_heads, meta.max_context_len, window)
+    cut = _Cut(size, num_partitions(meta.max_context_len, window, size))
+    most_keys = min(size, window or size)
+    tiles = _tiles(call, partition=most_keys, is_cut=cut.num_parts > 1, num_programs=num_seqs * num_kv_heads)
     num_programs = min(cut.num_parts, max(1, _MOST_PROGRAMS // (num_seqs * num_kv_heads)))
     _attend(call, (num_seqs, num_kv_heads, num_programs), tiles, cut, is_prefill=False)
 

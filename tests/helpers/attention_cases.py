@@ -90,7 +90,7 @@ def attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(name="one group", spans=mixed, num_heads=20, num_kv_heads=1, head_dim=64)
     yield AttentionCase(name="odd blocks", spans=mixed, **sizes, block_size=5)
     yield AttentionCase(name="only chunks", spans=((70, 70), (20, 200)), **sizes)
-    for window in (1, 9, 520):
+    for window in (1, 9, 130, 520):
         yield AttentionCase(name=f"window {window}", spans=(*long, *mixed), **sizes, window=window)
     for spans in (long, mixed):
         yield AttentionCase(name="soft cap", spans=spans, **sizes, soft_cap=3.0)

@@ -34,7 +34,7 @@ from parallel.kernels.cuda_buckets import (
 def test_partitions_are_few_enough_and_no_larger_than_they_need_to_be(
     num_seqs: int, num_kv_heads: int, max_context_len: int
 ) -> None:
-    size = partition_size(num_seqs, num_kv_heads, max_context_len)
+    size = partition_size(num_seqs, num_kv_heads, max_context_len, None)
     assert size >= MIN_PARTITION_SIZE
     assert num_seqs * num_partitions(max_context_len, None, size) <= max(MAX_PARTITIONS, num_seqs)
     if size > MIN_PARTITION_SIZE:
@@ -69,9 +69,9 @@ def test_contexts_of_chunks_are_cut_where_tiles_are_few(
 
 
 def test_one_long_sequence_is_cut_into_many_partitions_and_short_ones_are_not_cut() -> None:
-    assert num_partitions(65536, None, partition_size(1, 8, 65536)) == 64
-    assert num_partitions(100_000, None, partition_size(256, 8, 100_000)) == 49, "one among many may be long"
-    assert num_partitions(512, None, partition_size(1, 1, 512)) == 1
+    assert num_partitions(65536, None, partition_size(1, 8, 65536, None)) == 64
+    assert num_partitions(100_000, None, partition_size(256, 8, 100_000, None)) == 49, "one among many may be long"
+    assert num_partitions(512, None, partition_size(1, 1, 512, None)) == 1
 
 
 @given(max_num_seqs=st.integers(1, 4096), max_context=st.integers(1, 200_000), data=st.data())
@@ -81,7 +81,7 @@ def test_no_step_has_many_more_partitions_than_that_of_the_fullest_context(
     num_kv_heads = data.draw(st.integers(1, 64))
 
     def num_kept(num_seqs: int, context: int) -> int:
-        return num_seqs * num_partitions(context, None, partition_size(num_seqs, num_kv_heads, context))
+        return num_seqs * num_partitions(context, None, partition_size(num_seqs, num_kv_heads, context, None))
 
     num_seqs, context = data.draw(st.integers(1, max_num_seqs)), data.draw(st.integers(1, max_context))
     fullest = fullest_context(max_num_seqs, max_context)
@@ -95,6 +95,16 @@ def test_a_window_never_lies_in_more_partitions_than_counted(context: int, windo
     first = max(0, context - window)
     used = (context - 1) // size - first // size + 1
     assert used <= num_partitions(context, window, size)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 40, 256])
+@pytest.mark.parametrize("context", [1, 512, 513, 5000, 131_072])
+def test_a_short_window_is_not_cut_however_long_the_context(num_seqs: int, context: int) -> None:
+    for window in (1, 128, 512):
+        size = partition_size(num_seqs, 8, context, window)
+        assert num_partitions(context, window, size) == 1
+        assert size >= context
+    assert partition_size(num_seqs, 8, context, 513) == partition_size(num_seqs, 8, context, None)
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, 4), (2048, 4), (1024, 3), (1, 2)])

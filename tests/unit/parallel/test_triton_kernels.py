@@ -131,7 +131,7 @@ def attend(num_tokens, num_decodes, num_chunks, context):
 
 kernels.attend, kernels.merge = Noted(kernels.attend), Noted(kernels.merge)
 kernels._shared_bytes = lambda device: 227 << 10
-for num_kv_heads, num_group, window in ((8, 4, None), (1, 8, None), (4, 4, 700)):
+for num_kv_heads, num_group, window in ((8, 4, None), (1, 8, None), (4, 4, 700), (8, 8, 128)):
     for of in largest_mixed(max_num_tokens=MAX_NUM_TOKENS, max_context=MAX_CONTEXT):
         of = choose_mixed(num_tokens=of.num_tokens, num_chunks=1, max_context_len=of.max_context_len)
         attend(of.num_tokens, of.num_tokens, of.num_chunks, of.max_context_len)
