@@ -57,7 +57,7 @@ def scale_model(client: ControlClient, model: str, replicas: int, console: Conso
     """Want so many replicas of a model. Raises as `apply_file`."""
     before = client.scale(model, replicas)
     console.print(f"{model}: {before} -> {replicas} replicas", highlight=False, markup=False)
-    if scales := next((bounds(each) for each in client.status().models if each.name == model), ""):
+    if scales := next((bounds(each) for each in _status_after(client).models if each.name == model), ""):
         console.print(f"It scales from {scales} by itself, and goes on from this number.", highlight=False)
     if wait_s is not None:
         wait_as_wanted(client, console, {model: replicas}, timeout_s=wait_s)
@@ -108,7 +108,7 @@ def drain_target(
         console.print(f"leaving: {', '.join(sorted(leaving)) or 'nothing'}", highlight=False, markup=False)
         if response.node_id:
             console.print(f"{target} takes no groups until: weft drain {target} --undo", highlight=False, markup=False)
-        for failed in _failed_beside(leaving, client.status()):
+        for failed in _failed_beside(leaving, _status_after(client)):
             console.print(
                 f"nothing takes the place: {failed.group_id} has failed: {failed.detail}", highlight=False, markup=False
             )
@@ -220,6 +220,11 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return {**settings, "path": absolute_source(source)} if isinstance(source, str) else settings
 
 
+def _status_after(client: ControlClient) -> control_pb2.GetStatusResponse:
+    """Return the status after a change, which holds already: its controller may die, and a successor answer."""
+    return Patience(has_answered=True).ask(client.status)
+
+
 def _wait(
     client: ControlClient,
     console: Console,
@@ -229,9 +234,11 @@ def _wait(
     timeout_s: float,
 ) -> control_pb2.GetStatusResponse:
     give_up_s = time.monotonic() + timeout_s
+    patience = Patience(has_answered=True, give_up_s=give_up_s)  # what is waited for goes on without a controller
     changes = ChangeView(console)
     while True:
-        status = client.status()
+        status = patience.ask(client.status)
+        patience.note_stopping(is_stopping=status.controller.stopping)
         changes.show(status)
         if is_done(status):
             console.print(f"{what[0].upper()}{what[1:]}.", highlight=False, markup=False)

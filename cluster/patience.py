@@ -1,5 +1,6 @@
 """Looks on while the controller is between two lives: for commands that run as long as somebody watches."""
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -25,14 +26,24 @@ class Patience:
         self,
         tell: Callable[[str], None] = tell_aside,
         *,
+        has_answered: bool = False,
+        give_up_s: float = math.inf,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell` is called with one line when the controller begins to fail."""
+        """Begin to ask.
+
+        Args:
+            tell: is called with one line when the controller begins to fail.
+            has_answered: it has answered something else just before.
+            give_up_s: time of the clock after which nobody is waited for.
+            sleep, clock: of this process.
+        """
         self._tell = tell
         self._sleep = sleep
         self._clock = clock
-        self._has_answered = False
+        self._has_answered = has_answered
+        self._give_up_s = give_up_s
         self._is_stopping = False
 
     def note_stopping(self, *, is_stopping: bool) -> None:
@@ -44,7 +55,7 @@ class Patience:
 
         Raises:
             ServiceStoppedError: there is none, as was to be expected.
-            ControllerError: there is none to the first question, or none for 30 s.
+            ControllerError: there is none to the first question, or none for 30 s or until it is time to give up.
         """
         give_up_s: float | None = None
         while True:
@@ -56,8 +67,9 @@ class Patience:
                 if not self._has_answered or (give_up_s is not None and self._clock() >= give_up_s):
                     raise
                 if give_up_s is None:
-                    give_up_s = self._clock() + _LIMIT_S
-                    self._tell(f"{error} (asked again for {_LIMIT_S:g} s)")
+                    limit_s = min(_LIMIT_S, max(0.0, self._give_up_s - self._clock()))
+                    give_up_s = self._clock() + limit_s
+                    self._tell(f"{error} (asked again for {limit_s:.0f} s)")
             else:
                 self._has_answered = True
                 return answer

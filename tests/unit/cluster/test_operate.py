@@ -58,7 +58,7 @@ def model(*groups: tuple[int, control_pb2.GroupState.ValueType], wanted: int = 2
 class FakeClient:
     """A controller's end whose statuses follow each other."""
 
-    statuses: list[control_pb2.ModelStatus] = field(default_factory=list)
+    statuses: list[control_pb2.ModelStatus | BaseException] = field(default_factory=list)
     changes: list[control_pb2.Change] = field(default_factory=list)
     calls: list[Any] = field(default_factory=list)
     pieces: list[list[control_pb2.LogChunk] | BaseException] = field(default_factory=list)
@@ -72,6 +72,8 @@ class FakeClient:
 
     def status(self) -> control_pb2.GetStatusResponse:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(status, BaseException):
+            raise status
         controller = control_pb2.ControllerStatus(stopping=self.is_stopping)
         return control_pb2.GetStatusResponse(models=[status], controller=controller)
 
@@ -117,6 +119,7 @@ def console(out: io.StringIO) -> Console:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.operate._POLL_S", 0.0)
+    monkeypatch.setattr("cluster.patience._RETRY_S", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,37 @@ def test_drain_waits_until_the_replica_is_gone_only(console: Console, out: io.St
     assert fake.calls == [("m-0", 3.0, False)]
     lines = out.getvalue().splitlines()
     assert (lines[0], lines[-1]) == ("leaving: m-0.1", "Drained.")
+
+
+LOST = ControllerError("no controller answers")
+
+
+def test_wait_goes_on_with_the_successor_of_a_controller_that_dies_meanwhile(
+    console: Console, out: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rolling, done = model((1, READY), (2, STARTING)), model((2, READY), (2, READY))
+    roll_model(
+        FakeClient(statuses=[LOST, rolling, LOST, LOST, done]).client, "m", [], console, undo=False, wait_s=600.0
+    )
+    assert out.getvalue().splitlines()[-1] == "As wanted."
+    assert capsys.readouterr().err == "no controller answers (asked again for 30 s)\n" * 2
+
+
+def test_drain_and_its_wait_go_on_with_the_successor_of_a_controller_that_dies(
+    console: Console, out: io.StringIO
+) -> None:
+    gone = model((2, READY), (2, STARTING))
+    gone.groups[0].replica_id = "m-0.2"
+    fake = FakeClient(statuses=[LOST, model((2, READY), (2, READY)), LOST, gone])
+    drain_target(fake.client, "m-0", console, grace_s=None, undo=False, wait_s=600.0)
+    assert out.getvalue().splitlines()[-1] == "Drained."
+
+
+def test_wait_ends_in_time_where_no_controller_comes_back(console: Console, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeClient(statuses=[model((1, READY), (2, STARTING)), LOST])
+    with pytest.raises(ControllerError, match="no controller answers"):
+        roll_model(fake.client, "m", [], console, undo=False, wait_s=0.05)
+    assert capsys.readouterr().err == "no controller answers (asked again for 0 s)\n"
 
 
 def test_drain_of_a_node_tells_how_it_is_undone(console: Console, out: io.StringIO) -> None:

@@ -74,3 +74,13 @@ def test_controller_that_stays_away_is_given_up(clock: FakeClock, patience: Pati
         patience.ask(failing_until(clock, before_s + 60))
     assert clock() == before_s + 30
     assert len(told) == 1
+
+
+def test_nobody_is_waited_for_beyond_the_time_to_give_up(clock: FakeClock, told: list[str]) -> None:
+    before_s = clock()
+    patience = Patience(told.append, has_answered=True, give_up_s=before_s + 40, sleep=clock.advance, clock=clock)
+    assert patience.ask(failing_until(clock, before_s + 20)) == before_s + 20
+    with pytest.raises(ControllerError, match="no controller answers"):
+        patience.ask(failing_until(clock, before_s + 60))
+    assert clock() == before_s + 40
+    assert [line.partition("(")[2] for line in told] == ["asked again for 30 s)", "asked again for 20 s)"]
