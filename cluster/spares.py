@@ -17,6 +17,7 @@ nothing else.
 """
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -144,8 +145,16 @@ def leave_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float
         _tell(str(error))
 
 
-def add_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, most: int | None = None) -> None:
-    """Do as `leave_spares`, but raise SpareError."""
+def add_spares(
+    node_id: str,
+    kind: SpareKind,
+    *,
+    count: int,
+    lifetime_s: float,
+    most: int | None = None,
+    give_up_s: float = math.inf,
+) -> None:
+    """Do as `leave_spares`, but raise SpareError; Ray is asked for no more after a time of the monotonic clock."""
     _end_others()
     place = _place(node_id, kind)
     # By the wall clock, which is all that two machines share; where it is set anew, spares end early or late.
@@ -163,7 +172,9 @@ def add_spares(node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, 
         start_ahead(node_id, batch, variables=kind.variables, has_parent=kind is SpareKind.RANK)
         begun += batch
         if begun < wanted:
-            _wait_for(begun, place)
+            _wait_for(begun, place, give_up_s=min(give_up_s, time.monotonic() + _BEGIN_S))
+            if time.monotonic() >= give_up_s:
+                return
 
 
 def prepare() -> None:
@@ -292,8 +303,7 @@ def _num_kept(place: str) -> int:
     return int(count) if time.time() < float(until) else 0
 
 
-def _wait_for(begun: int, place: str) -> None:
-    give_up_s = time.monotonic() + _BEGIN_S
+def _wait_for(begun: int, place: str, *, give_up_s: float) -> None:
     while len(_begun(place)) < begun and time.monotonic() < give_up_s:
         time.sleep(_BEGIN_POLL_S)
 

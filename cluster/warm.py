@@ -87,7 +87,7 @@ def _fulfil(wishes: Sequence[Wish], *, keep_s: float, timeout_s: float) -> None:
     while True:
         if time.monotonic() >= ask_s:
             for wish in wishes:
-                add_spares(wish.node_id, wish.kind, count=wish.count, lifetime_s=keep_s)
+                add_spares(wish.node_id, wish.kind, count=wish.count, lifetime_s=keep_s, give_up_s=give_up_s)
             ask_s = time.monotonic() + _AGAIN_S
         missing = [wish for wish in wishes if num_waiting(wish.node_id, wish.kind) < wish.count]
         if not missing:

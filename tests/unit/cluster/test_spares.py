@@ -13,7 +13,7 @@ from cluster import code_id as code
 from cluster import ray_prestart, spares
 from cluster.code_id import code_id, has_code_changed
 from cluster.errors import SpareError
-from cluster.spares import SpareKind, leave_spares, num_waiting, prepare, spare_options, take_spare
+from cluster.spares import SpareKind, add_spares, leave_spares, num_waiting, prepare, spare_options, take_spare
 from parallel.errors import DeviceError
 from parallel.kernels.native import build
 
@@ -286,6 +286,14 @@ def test_node_that_starts_few_at_a_time_is_asked_again(store: Notes) -> None:
     store.on_start = lambda count: [store.add(pid=len(store.notes) + each, waits=False) for each in range(count)]
     leave_spares("n", RANK, count=5, lifetime_s=600)
     assert store.started == [("n", 2), ("n", 2), ("n", 1)]
+
+
+def test_node_that_starts_few_at_a_time_is_asked_until_the_time_is_over_only(store: Notes) -> None:
+    store.at_once = 2
+    add_spares("n", RANK, count=500, lifetime_s=600, give_up_s=time.monotonic())
+    assert store.started == [("n", 2)]
+    add_spares("n", RANK, count=5, lifetime_s=600, give_up_s=time.monotonic() + 600)
+    assert store.started[1:] == [("n", 2), ("n", 2), ("n", 1)]
 
 
 def test_more_are_asked_for_when_those_before_have_begun(store: Notes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,4 @@
+import time
 from typing import Any
 
 import pytest
@@ -44,7 +45,8 @@ class Starts:
         self.num_forgotten = num_forgotten
         self.waiting = 0
 
-    def add_spares(self, node_id: str, kind: SpareKind, *, count: int, lifetime_s: float) -> None:
+    def add_spares(self, node_id: str, kind: SpareKind, *, count: int, lifetime_s: float, give_up_s: float) -> None:
+        self.give_up_s = give_up_s
         self.num_forgotten -= 1
         if self.num_forgotten < 0:
             self.waiting = count
@@ -68,8 +70,10 @@ def fulfil(monkeypatch: pytest.MonkeyPatch, starts: Starts, wishes: list[Wish], 
 
 def test_ray_is_asked_until_all_wait(monkeypatch: pytest.MonkeyPatch, wishes: list[Wish]) -> None:
     starts = Starts(num_forgotten=2)
+    begun_s = time.monotonic()
     fulfil(monkeypatch, starts, wishes, timeout_s=30.0)
     assert starts.waiting == 2
+    assert begun_s + 30 <= starts.give_up_s <= time.monotonic() + 30
 
 
 def test_what_does_not_come_in_time_is_named(monkeypatch: pytest.MonkeyPatch, wishes: list[Wish]) -> None:
