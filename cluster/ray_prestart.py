@@ -68,6 +68,12 @@ def start_ahead(node_id: str, count: int, *, variables: Mapping[str, str], has_p
             node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_RPC_TIMEOUT_S)
 
 
+def living_nodes() -> set[str]:
+    """Return Ray's names of the nodes that are there now. Blocks for a round trip to Ray's head."""
+    with _translated():
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
 def running_pids(node_id: str) -> set[int]:
     """Return the worker processes of a node that run, those included that were started ahead.
 
@@ -109,9 +115,10 @@ def drop_notes(prefix: str) -> None:
 
 
 def _node(node_id: str) -> dict[str, Any]:
-    node: dict[str, Any]
-    (node,) = (each for each in ray.nodes() if each["NodeID"] == node_id and each["Alive"])
-    return node
+    for node in ray.nodes():
+        if node["NodeID"] == node_id and node["Alive"]:
+            return dict(node)
+    raise LookupError(f"node {node_id} has gone")
 
 
 def _address(node: dict[str, Any]) -> str:

@@ -5,8 +5,9 @@ for a router, `weft warm` both. `prepare`, which such a process runs before it t
 rank also compiles the kernels where nobody has yet, and notes in Ray's store that a spare waits. Whoever creates actors
 looks for these notes and asks for processes of that kind; Ray then hands out those that wait. The kind is told by
 environment variables, and one of them by the code: a spare never becomes a rank of other code than it has imported;
-those of other code end when new ones are left. One that was killed leaves its notes, until somebody asks for spares of
-its kind there or an actor that should have become it is started instead. What goes wrong makes a start slower, and
+those of other code end when new ones are left, when notes of nodes that have gone are dropped too. One that was killed
+leaves its notes, until somebody asks for spares of its kind there or an actor that should have become it is started
+instead. What goes wrong makes a start slower, and
 nothing else.
 
     spare/NODE/KIND/until        when those of this kind on this node end, in seconds since 1970; gone: at once
@@ -36,6 +37,7 @@ from cluster.ray_prestart import (
     hook_variable,
     leave_note,
     list_notes,
+    living_nodes,
     num_started_at_once,
     read_note,
     running_pids,
@@ -241,9 +243,11 @@ def _begin_to_wait(place: str, code: str) -> None:
 
 
 def _end_others() -> None:
-    for note in list_notes(_NOTES):
-        _, node_id, kind, *_ = note.split("/")
-        if not kind.startswith(code_id()):
+    """End spares of other code, and drop the notes of nodes that have gone, which nobody else would."""
+    places = {tuple(note.split("/")[1:3]) for note in list_notes(_NOTES)}
+    living = living_nodes()  # asked after the notes were read: a node is known before anybody leaves one there
+    for node_id, kind in places:
+        if not kind.startswith(code_id()) or node_id not in living:
             drop_notes(f"{_NOTES}{node_id}/{kind}/")
 
 

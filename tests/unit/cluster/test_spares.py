@@ -33,6 +33,7 @@ class Notes:
         """How: with which variables, and whether as children of this process."""
         self.killed: set[int] = set()
         self.at_once = 8
+        self.nodes = {"m", "n"}
         self.on_start: Callable[[int], None] = lambda count: None
 
     def list_notes(self, prefix: str) -> list[str]:
@@ -50,6 +51,9 @@ class Notes:
 
     def num_started_at_once(self, node_id: str) -> int:
         return self.at_once
+
+    def living_nodes(self) -> set[str]:
+        return self.nodes
 
     def running_pids(self, node_id: str) -> set[int]:
         return {int(note.split("/")[3]) for note in self.notes if note.count("/") == 4} - self.killed
@@ -91,7 +95,7 @@ def store(monkeypatch: pytest.MonkeyPatch, imported: list[str], compiled: list[s
     store = Notes()
     for name in ("list_notes", "read_note", "leave_note", "drop_notes"):
         monkeypatch.setattr(spares, name, getattr(store, name))
-    for name in ("num_started_at_once", "running_pids", "start_ahead"):
+    for name in ("living_nodes", "num_started_at_once", "running_pids", "start_ahead"):
         monkeypatch.setattr(spares, name, getattr(store, name))
     monkeypatch.setattr(spares, "_BEGIN_S", 0.02)
     yield store
@@ -244,6 +248,14 @@ def test_spares_of_other_code_end_when_new_ones_are_left(store: Notes) -> None:
     store.add(f"{'0' * 16}-rank", pid=2)
     leave_spares("n", RANK, count=2, lifetime_s=600)
     assert {note.split("/")[2] for note in store.notes} == {RANK.full_name}
+
+
+def test_notes_of_nodes_that_have_gone_are_dropped_when_spares_are_left_on_another(store: Notes) -> None:
+    for node in ("gone", "m"):
+        leave_spares(node, RANK, count=2, lifetime_s=600)
+        store.add(node=node, pid=3)
+    leave_spares("n", SERVICE, count=2, lifetime_s=600)
+    assert {note.split("/")[1] for note in store.notes} == {"m", "n"}
 
 
 def test_as_many_are_started_as_are_missing(store: Notes) -> None:
