@@ -63,17 +63,27 @@ class Failure(NamedTuple):
 class Lifecycle:
     """State of one group over all of its formations. Events that cannot happen in a state are our own bugs: assert."""
 
-    def __init__(self, policy: RestartPolicy, now_s: float, *, restarts: int = 0, was_ready: bool = False) -> None:
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        now_s: float,
+        *,
+        restarts: int = 0,
+        was_ready: bool = False,
+        last_failure: Failure | None = None,
+        gave_up: str = "",
+    ) -> None:
+        """Begin, or go on from what a former controller knew; `gave_up`: why it is FAILED, empty: it is not."""
         self._policy = policy
         self._failures = 0
         self._not_before_s = now_s
-        self.state = GroupState.PENDING
+        self.state = GroupState.FAILED if gave_up else GroupState.PENDING
         self.since_s = now_s
-        self.detail = "waits for its turn"
+        self.detail = gave_up or "waits for its turn"
         self.restarts = restarts
         """Formations after the first one."""
-        self.last_failure: Failure | None = None
-        """That after which it was formed again last; None: there was none under this controller."""
+        self.last_failure = last_failure
+        """That after which it was formed again last; None: there was none."""
         self.was_ready = was_ready
         """Whether it was READY at any time, also under a former controller: then it is never given up."""
 

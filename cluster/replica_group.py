@@ -14,7 +14,7 @@ from weft.v1 import control_pb2
 
 from cluster.config import ModelSpec
 from cluster.formation import FormationListener
-from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
+from cluster.lifecycle import Failure, GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.plan_groups import LiveGroup
 from cluster.rank_values import Outcome, RankPlace, ReplicaAddresses, ReplicaLoad
@@ -103,8 +103,15 @@ class ReplicaGroup:
         """
         self.group_id = record.group_id
         self.model = record.spec
-        self.lifecycle = Lifecycle(policy, clock(), restarts=record.restarts, was_ready=record.was_ready)
-        self.is_adopting = adopts and record.num_lives > 0
+        self.lifecycle = Lifecycle(
+            policy,
+            clock(),
+            restarts=record.restarts,
+            was_ready=record.was_ready,
+            last_failure=Failure(record.last_failure, clock() - record.failed_ago_s) if record.last_failure else None,
+            gave_up=record.gave_up,
+        )
+        self.is_adopting = adopts and record.num_lives > 0 and not record.has_ended
         """Whether it is unknown yet if the group's last life goes on."""
         self.replica_id = f"{self.group_id}.{record.num_lives}" if self.is_adopting else ""
         self.is_placed = self.is_adopting and record.is_placed
@@ -115,6 +122,7 @@ class ReplicaGroup:
         self._on_change = on_change
         self._on_record = on_record
         self._num_lives = record.num_lives
+        self._has_ended = record.has_ended
         self._life: GroupLife | None = None
         self._task: asyncio.Task[Outcome] | None = None
         self._heard = _Heard(node_ids=record.node_ids if self.is_adopting else ())
@@ -131,6 +139,7 @@ class ReplicaGroup:
     @property
     def record(self) -> GroupRecord:
         """What a successor of the controller must know."""
+        failure = self.lifecycle.last_failure
         return replace(
             self._record,
             num_lives=self._num_lives,
@@ -138,6 +147,10 @@ class ReplicaGroup:
             node_ids=self._heard.node_ids,
             restarts=self.lifecycle.restarts,
             was_ready=self.lifecycle.was_ready,
+            has_ended=self._has_ended,
+            gave_up=self.lifecycle.detail if self.lifecycle.state is GroupState.FAILED else "",
+            last_failure=failure.reason if failure else "",
+            failed_ago_s=self._clock() - failure.at_s if failure else 0.0,
             is_leaving=self.is_leaving,
             left_s=max(0.0, self._end_by_s - self._clock()) if self.is_leaving else None,
         )
@@ -323,7 +336,7 @@ class ReplicaGroup:
     def _begin_life(self) -> None:
         if not self.is_adopting:
             self._num_lives += 1
-            self.is_placed = False
+            self.is_placed = self._has_ended = False
             self._on_record()
         self.replica_id = f"{self.group_id}.{self._num_lives}"
         self._life = self._form(self.replica_id, self.model, self, text=self._record.text, adopts=self.is_adopting)
@@ -392,6 +405,8 @@ class ReplicaGroup:
         else:
             logger.warning("group %s (%s) ended: %s", self.group_id, self.replica_id, outcome.message)
             self.lifecycle.failed(outcome.message, now_s)
+        self._has_ended = True
+        self._on_record()
         self._end_adoption()
 
     def _forget_life(self) -> None:

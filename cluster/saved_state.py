@@ -33,6 +33,14 @@ class GroupRecord:
     """Ray ids of the nodes where its last replica is or is being started; known before any process of it exists."""
     was_ready: bool = False
     """Whether it was READY at any time."""
+    has_ended: bool = False
+    """Whether its last replica has ended and left no process; False as well where an older version saved."""
+    gave_up: str = ""
+    """Why it is not formed again; empty: it is."""
+    last_failure: str = ""
+    """Why it was formed again last; empty: it never was, or an older version saved."""
+    failed_ago_s: float = 0.0
+    """Seconds from that failure to `SavedState.saved_s`."""
     is_leaving: bool = False
     left_s: float | None = None
     """Seconds until it is to have left, from `SavedState.saved_s` on. None: it stays, or it was saved by a version that
@@ -104,9 +112,13 @@ class SavedState:
         """Whether there is a controller before whose service goes on."""
         return self.control_port is not None
 
+    def passed_s(self, now_s: float) -> float:
+        """Return how long ago this was saved, at a time of the wall clock; never less than nothing."""
+        return max(0.0, now_s - self.saved_s)
+
     def left_of(self, left_s: float, now_s: float) -> float:
         """Return what is left, at a time of the wall clock, of a time that was left when this was saved; never more."""
-        return max(0.0, left_s - max(0.0, now_s - self.saved_s))
+        return max(0.0, left_s - self.passed_s(now_s))
 
 
 def encode(state: SavedState) -> bytes:

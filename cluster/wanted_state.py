@@ -115,7 +115,9 @@ class WantedState:
         self.is_stopped = False
         if self.is_stopping:
             self._wanted.close()
-        self._groups = [self._make_group(record, adopts=True) for record in saved.groups]
+        passed_s = saved.passed_s(wall_clock())
+        records = [replace(record, failed_ago_s=record.failed_ago_s + passed_s) for record in saved.groups]
+        self._groups = [self._make_group(record, adopts=True) for record in records]
         for group, record in zip(self._groups, saved.groups, strict=True):
             if record.is_leaving:
                 group.leave(self._left_s(record))

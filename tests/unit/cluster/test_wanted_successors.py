@@ -195,12 +195,51 @@ async def test_group_that_served_under_the_controller_before_is_never_given_up(b
     assert bench.model().groups[0].state == control_pb2.GROUP_STATE_PENDING
 
 
+async def test_group_that_was_given_up_stays_so_with_its_reason(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.forms.lives[0].end(Outcome(message="no such weights", is_refusal=True))
+    bench.state.reconcile()
+    for _ in range(2):
+        bench.restart()
+        await bench.settle()
+        (group,) = bench.model().groups
+        assert (group.state, group.detail, group.restarts) == (control_pb2.GROUP_STATE_FAILED, "no such weights", 0)
+        assert not bench.forms.lives
+    await bench.state.drain("m-0", None)
+    await bench.settle()
+    assert bench.replicas() == ["m-1.1"]
+
+
+async def test_last_failure_is_known_to_a_successor_and_no_ended_life_is_looked_for(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    for _ in range(2):
+        await bench.forms.lives[-1].end(Outcome(message="rank 1: out of memory"))
+        bench.state.reconcile()
+    assert len(bench.forms.lives) == 2, "the third one waits for a second"
+    bench.clock.advance(3.0)
+    await bench.state.undrain("node-b")  # saves
+    bench.clock.advance(2.0)
+    bench.move(booted_s=1.0)
+    bench.restart()
+    assert not bench.state.is_adopting
+    bench.state.reconcile()
+    assert [(life.replica_id, life.adopts) for life in bench.forms.lives] == [("m-0.3", False)]
+    bench.clock.advance(2.0)
+    (group,) = bench.model().groups
+    failure = group.last_failure
+    assert (failure.reason, failure.seconds_ago, group.restarts) == ("rank 1: out of memory", 7.0, 2)
+    bench.restart()
+    assert bench.state.is_adopting, "the third one may live"
+
+
 async def test_state_that_an_older_controller_saved_is_read(bench: Bench) -> None:
     await bench.apply({"replicas": 1})
     await bench.settle()
     saved = json.loads(bench.saved)
     for group in saved["groups"]:
-        del group["was_ready"], group["node_ids"], group["is_placed"]
+        for name in ("was_ready", "node_ids", "is_placed", "has_ended", "gave_up", "last_failure", "failed_ago_s"):
+            del group[name]
     del saved["next_revisions"]
     bench.saved = json.dumps(saved).encode()
     bench.restart()
