@@ -71,7 +71,7 @@ def rollout(
         list[str] | None,
         typer.Option("--set", help="dotted.path=value, as in the model's section of the file; may be repeated."),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Go back to the revision before.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Go back to the last revision that was READY.")] = False,
     wait: _Wait = False,
     timeout: _Timeout = _WAIT_S,
 ) -> None:

@@ -25,6 +25,8 @@ class Revision:
     """Complete settings, with the name and, where there is one, the absolute folder."""
     text: RevisionText | None = None
     """What its folder holds; None: not read yet, as it just became current, or saved by a version that kept none."""
+    was_ready: bool = False
+    """Whether a group of it was READY at any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class WantedModel:
     """Key of the block hashes, the same for all revisions, so that a router's prefix index spans a rollout."""
     current: Revision
     previous: Revision | None = None
-    """The revision that undo goes back to."""
+    """The revision that undo goes back to: the last one before that was READY, where one was."""
     next_number: int = 2
     """Number of the next new revision."""
 
@@ -162,7 +164,7 @@ def roll(models: Models, name: str, section: ModelSection) -> tuple[dict[str, Wa
 
 
 def undo(models: Models, name: str) -> tuple[dict[str, WantedModel], Change]:
-    """Go back to the revision before, with as many replicas as now; undone again, it goes forward.
+    """Go back to the last revision that was READY, with as many replicas as now; undone again, it goes forward.
 
     Raises:
         NotServedError: there is no such model.
@@ -174,6 +176,16 @@ def undo(models: Models, name: str) -> tuple[dict[str, WantedModel], Change]:
     back = replace(model, current=_scaled_like(model.previous, model.current), previous=model.current)
     details = differences(model.current.section, back.current.section) or ("the weights of the revision before",)
     return {**models, model.name: back}, Change(kind=ChangeKind.ROLLOUT, name=model.name, details=details)
+
+
+def with_ready(model: WantedModel, number: int) -> WantedModel:
+    """Return the model with its revision of this number marked as READY once; the same one where nothing is new."""
+    current, previous = model.current, model.previous
+    if current.number == number and not current.was_ready:
+        return replace(model, current=replace(current, was_ready=True))
+    if previous is not None and previous.number == number and not previous.was_ready:
+        return replace(model, previous=replace(previous, was_ready=True))
+    return model
 
 
 def changed_section(model: WantedModel, settings: Mapping[str, Any]) -> ModelSection:
@@ -213,7 +225,10 @@ def _revise(model: WantedModel, section: ModelSection) -> WantedModel:
 
 def _add_revision(model: WantedModel, section: ModelSection) -> WantedModel:
     revision = Revision(number=model.next_number, section=section)
-    return replace(model, current=revision, previous=model.current, next_number=model.next_number + 1)
+    last, current = model.previous, model.current
+    keeps_last = last is not None and last.was_ready and not current.was_ready  # a rollout that failed or was cut short
+    previous = last if keeps_last else current
+    return replace(model, current=revision, previous=previous, next_number=model.next_number + 1)
 
 
 def _with_text(model: WantedModel, text: RevisionText, before: WantedModel | None) -> WantedModel:
@@ -221,7 +236,7 @@ def _with_text(model: WantedModel, text: RevisionText, before: WantedModel | Non
     last = before.previous if before else None
     if last is None or last.number != model.current.number or last.text is None or is_alike(last.text, text):
         return read
-    renumbered = replace(read.current, number=model.next_number)
+    renumbered = replace(read.current, number=model.next_number, was_ready=False)
     return replace(read, current=renumbered, next_number=model.next_number + 1)
 
 

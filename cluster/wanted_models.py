@@ -6,7 +6,7 @@ meanwhile is not lost. wanted_state.py brings about what is wanted.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cluster.config import ModelSection, ModelSpec, check_section
@@ -24,6 +24,7 @@ from cluster.wanted import (
     roll,
     scale,
     undo,
+    with_ready,
     with_texts,
 )
 
@@ -132,6 +133,14 @@ class WantedModels:
             if _current_spec(models, change) == spec:
                 return self._want_revision(models, change, text)
         raise _changes_too_often(name)
+
+    def note_ready(self, ready: Iterable[tuple[str, int]]) -> bool:
+        """Note which revisions of which models were READY; return whether that is news, which the caller saves."""
+        before = self.current
+        for name, number in ready:
+            if (model := self.current.get(name)) and (noted := with_ready(model, number)) is not model:
+                self.current = {**self.current, name: noted}
+        return self.current is not before
 
     def check_open(self) -> None:
         """Raise StoppingError after `close`."""

@@ -160,8 +160,8 @@ class WantedState:
         for group in self._groups:
             group.observe()  # before anything is planned: a group that has just died is no reason to let another go
         self._groups = [group for group in self._groups if not group.is_gone]
-        has_left = self._leave_drained_nodes()
-        if self._plan() or has_left or len(self._groups) != num_groups or not self._is_saved:
+        has_left, is_news = self._leave_drained_nodes(), self._note_ready()
+        if self._plan() or has_left or is_news or len(self._groups) != num_groups or not self._is_saved:
             self._save()
         for group in self._groups:
             group.reconcile()
@@ -323,6 +323,11 @@ class WantedState:
             logger.info("%s is on a drained node, and leaves", group.replica_id)
             group.leave(group.model.drain_timeout_s)
         return bool(groups)
+
+    def _note_ready(self) -> bool:
+        """Note which revisions have been READY; return whether there is a new one."""
+        ready = [group for group in self._groups if group.lifecycle.was_ready]
+        return self._wanted.note_ready((group.model.name, group.live_group.revision) for group in ready)
 
     def _plan(self) -> bool:
         """Make and dismiss groups as plan_groups.py says; return whether anything changed."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import threading
 from pathlib import Path
 from unittest.mock import ANY
@@ -15,6 +16,7 @@ from cluster.config import ModelSpec
 from cluster.errors import ClusterConfigError, ModelFilesChangedError, ModelNotFoundError
 from cluster.rank_values import Outcome
 from cluster.revision_files import RevisionText, check_files
+from cluster.saved_state import decode
 
 
 async def test_rollout_keeps_a_number_that_changed_while_it_was_checked(bench: Bench) -> None:
@@ -161,6 +163,60 @@ async def test_rollout_replaces_one_group_after_the_other_and_undo_keeps_what_st
     assert {group.revision for group in bench.model().groups} == {1}
 
 
+async def roll_in_vain(bench: Bench) -> None:
+    await bench.state.roll("m", {"max_context": 64})
+    bench.state.reconcile()
+    await turns()
+    await bench.forms.lives[-1].end(Outcome(message="no such tensor", is_refusal=True))
+    bench.state.reconcile()
+    await turns()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_undo_of_a_rollout_that_failed_twice_goes_back_to_what_was_ready(
+    bench: Bench, is_restarted: bool
+) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.settle()
+    await roll_in_vain(bench)
+    if is_restarted:
+        bench.restart()
+        bench.state.reconcile()
+        for life in bench.forms.lives:
+            life.be_adopted()
+    await roll_in_vain(bench)
+    assert (bench.model().revision, bench.model().previous_revision) == (3, 1)
+    assert (await bench.state.undo("m"))[1] == 1
+    await bench.settle()
+    assert bench.replicas() == ["m-0.1", "m-1.1"], "none of them was replaced"
+    assert (await bench.state.undo("m"))[1] == 3
+    await bench.settle()
+    assert (bench.model().revision, bench.model().previous_revision) == (3, 1)
+    assert (await bench.state.roll("m", {}))[1] == 4
+    assert bench.model().previous_revision == 3, "it was READY after all"
+
+
+async def test_undo_goes_back_one_revision_where_none_was_ready(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    for max_context in (64, 32):
+        await bench.state.roll("m", {"max_context": max_context})
+    assert (await bench.state.undo("m"))[1] == 2
+
+
+async def test_a_revision_that_was_ready_before_a_version_that_keeps_it_is_known_by_its_groups(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.settle()
+    saved = json.loads(bench.saved)
+    assert saved["models"]["m"]["current"].pop("was_ready")
+    bench.saved = json.dumps(saved).encode()
+    bench.restart()
+    bench.state.reconcile()
+    bench.forms.lives[0].be_adopted()
+    for _ in range(2):
+        await roll_in_vain(bench)
+    assert bench.model().previous_revision == 1
+
+
 def write_weights(folder: Path, value: int) -> None:
     (folder / "model.safetensors").write_bytes(bytes([value]) * 10_000)
 
@@ -196,7 +252,9 @@ async def test_a_revision_that_comes_back_to_other_files_is_a_new_one(bench: Ben
         assert await bench.state.undo("m") == (ANY, 3)
     else:
         await bench.apply({"replicas": 2})
+    assert not decode(bench.saved).models["m"].current.was_ready, "with these files"
     await bench.settle()
+    assert decode(bench.saved).models["m"].current.was_ready
     assert bench.model().revision == 3
     assert {group.revision for group in bench.model().groups} == {3}, "those that run still have the old weights"
     assert await bench.state.undo("m") == (ANY, 4), "revision 2 was wanted before the files changed, too"
