@@ -273,8 +273,10 @@ class ControlServer(ControlServicer):
         chunks = [
             control_pb2.LogChunk(name=name, data=piece.data, next_offset=piece.next_offset, has_more=piece.has_more)
             for name, piece in pieces.items()
+            if piece is not None
         ]
-        return control_pb2.ReadLogsResponse(chunks=chunks, stopping=self._state.is_stopping)
+        unread = [name for name, piece in pieces.items() if piece is None]
+        return control_pb2.ReadLogsResponse(chunks=chunks, stopping=self._state.is_stopping, unread=unread)
 
     async def ReadMetrics(  # noqa: N802
         self, request: control_pb2.ReadMetricsRequest, context: Any

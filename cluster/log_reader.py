@@ -65,8 +65,8 @@ class LogReader:
         """Every name that logs can be asked for by."""
         return sorted({name for source in self._sources.values() for name in (source.name, *source.belongs_to)})
 
-    async def read(self, target: str, offsets: Mapping[str, int], tail_bytes: int) -> dict[str, LogPiece]:
-        """Return what the logs of `target` hold after these offsets, by name.
+    async def read(self, target: str, offsets: Mapping[str, int], tail_bytes: int) -> dict[str, LogPiece | None]:
+        """Return what the logs of `target` hold after these offsets, by name; None for one that cannot be read now.
 
         Args:
             target: one of `names`; empty: every log.
@@ -82,7 +82,7 @@ class LogReader:
         pieces = await asyncio.gather(
             *(self._read(source, offsets.get(source.name), tail_bytes, max_bytes) for source in sources)
         )
-        return {source.name: piece for source, piece in zip(sources, pieces, strict=True) if piece is not None}
+        return {source.name: piece for source, piece in zip(sources, pieces, strict=True)}
 
     async def _read(self, source: LogSource, offset: int | None, tail_bytes: int, max_bytes: int) -> LogPiece | None:
         if source.node_id == self._node_id:
@@ -114,5 +114,5 @@ async def _read_on_node(source: LogSource, offset: int | None, tail_bytes: int, 
         async with asyncio.timeout(_REMOTE_TIMEOUT_S):
             piece: LogPiece | None = await task.remote(source.path, offset, tail_bytes, max_bytes)
     except (RayError, TimeoutError):
-        return None  # the node is gone
+        return None  # the node has gone, or is too busy to start a process
     return piece

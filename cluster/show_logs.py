@@ -6,7 +6,7 @@ from collections.abc import Callable
 from weft.v1 import control_pb2
 
 from cluster.control_client import ControlClient
-from cluster.patience import Patience
+from cluster.patience import Patience, tell_aside
 
 _POLL_S = 0.5
 _MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -57,12 +57,14 @@ def show_logs(
 ) -> None:
     """Print what the logs of a process, a replica, a model or everything hold; with `follows`, for ever.
 
-    Of those that are there at first the last `tail_bytes` are told, of those that begin later everything.
+    Of those that are there at first the last `tail_bytes` are told, of those that begin later everything. On stderr it
+    is said which cannot be read, once for each time that they cannot.
 
     Raises ControllerError; with `follows`, what Patience does.
     """
     offsets: dict[str, int] = {}
     splitters: dict[str, LineSplitter] = {}
+    unread: set[str] = set()
     patience = Patience(sleep=sleep)
     tail_bytes += 1  # the first tells whether a line begins
 
@@ -80,6 +82,11 @@ def show_logs(
             for line in splitters[chunk.name].add(chunk.data):
                 if not line.startswith(_MARKS):
                     tell(f"{chunk.name} | {line}")
+        if missing := [name for name in answer.unread if name not in unread]:
+            tell_aside(
+                f"not read: {', '.join(missing)}; their nodes have gone or do not answer, or the files have gone"
+            )
+        unread = set(answer.unread)
         if any(chunk.has_more for chunk in answer.chunks):
             continue
         if not follows:

@@ -1072,19 +1072,25 @@ class ReadLogsResponse(_message.Message):
 
     CHUNKS_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
     stopping: _builtins.bool
     """The service is being stopped: soon nobody answers any more."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogChunk]: ...
+    @_builtins.property
+    def unread(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Logs of `target` that are not in `chunks`: their nodes have gone or do not answer, or their files have gone."""
+
     def __init__(
         self,
         *,
         chunks: _abc.Iterable[Global___LogChunk] | None = ...,
         stopping: _builtins.bool = ...,
+        unread: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "stopping", b"stopping", "unread", b"unread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -285,6 +285,33 @@ async def test_logs_are_read_on_where_they_were_left(running: Running, tmp_path:
     assert chunk.data == b"third\n"
 
 
+async def test_logs_whose_node_does_not_answer_are_named_beside_those_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task: Any = SimpleNamespace(remote=lambda *args: asyncio.Event().wait())
+    monkeypatch.setattr("cluster.log_reader._READ_PIECE", SimpleNamespace(options=lambda **options: task))
+    monkeypatch.setattr("cluster.log_reader._REMOTE_TIMEOUT_S", 0.01)
+    logs = LogReader("here")
+    (tmp_path / "err").write_text("a line\n")
+    logs.note(
+        LogSource(name=f"m-0.1/{node}", belongs_to=frozenset({"m"}), node_id=node, path=str(tmp_path / "err"))
+        for node in ("here", "0" * 56)
+    )
+    server = ControlServer(FakeState(), logs, DemandLedger())
+    listener, address = bind_control_port("127.0.0.1", 0)
+    await server.start(listener)
+    lines: list[str] = []
+
+    def read() -> None:
+        with ControlClient(address) as client:
+            show_logs(client, "m", follows=False, tail_bytes=64 << 10, tell=lines.append)
+
+    await asyncio.to_thread(read)
+    await server.stop()
+    assert lines == ["m-0.1/here | a line"]
+    assert capsys.readouterr().err.startswith(f"not read: m-0.1/{'0' * 56}; their nodes have gone or do not answer")
+
+
 async def test_logs_of_many_processes_are_read_in_answers_that_grpc_takes(tmp_path: Path) -> None:
     logs = LogReader("here")
     names = [f"m-0.1/{rank}" for rank in range(80)]

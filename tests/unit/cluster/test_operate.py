@@ -486,6 +486,21 @@ def test_log_that_begins_while_others_are_followed_is_told_whole(tmp_path: Path)
     assert offsets == [{}, {"early": 8}]
 
 
+def test_logs_that_cannot_be_read_are_told_of_whenever_they_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    unread = [["m-0.1/0", "m-0.1/1"], ["m-0.1/1"], ["m-0.1/1"], ["m-0.1/0"], []]
+    answers = [control_pb2.ReadLogsResponse(chunks=[chunk("a", b"one\n", 4)], unread=names) for names in unread]
+    client = cast(ControlClient, SimpleNamespace(read_logs=lambda target, offsets, *, tail_bytes: answers.pop(0)))
+
+    def sleep(_: float) -> None:
+        if not answers:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        show_logs(client, "", follows=True, tail_bytes=4, tell=[].append, sleep=sleep)
+    told = [line.partition(";")[0] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["not read: m-0.1/0, m-0.1/1", "not read: m-0.1/0"]
+
+
 def test_line_that_is_cut_is_left_out_though_it_comes_in_pieces() -> None:
     splitter = LineSplitter(is_cut=True)
     assert splitter.add(b"end of") == splitter.add(b" a") == []
@@ -525,7 +540,7 @@ async def test_logs_of_other_nodes_are_read_there_and_dead_ones_stay_known(tmp_p
         names = frozenset({"m", f"m-{number}"})
         source = LogSource(name=f"m-{number}.1/0", belongs_to=names, node_id="there", path="/log")
         reader.note([source, LogSource(name="controller", belongs_to=frozenset(), node_id="here", path="/none")])
-    assert await reader.read("m-299", {}, 10) == {}
+    assert await reader.read("m-299", {}, 10) == {"m-299.1/0": None}
     assert asked == ["m-299.1/0"]
     assert "m-0" not in reader.names
     assert {"controller", "m-100.1/0"} <= set(reader.names)
