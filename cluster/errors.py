@@ -6,6 +6,7 @@ ClusterError
 ├── ModelFilesChangedError  a folder has other files than when the model's revision was wanted
 ├── SavedStateError         what the controller before has saved cannot be read
 ├── StartError              the service did not come up; the message says what stopped it
+│   └── StoppedAtStartError     somebody has stopped it before it was ready
 ├── RayStartError           Ray could not be started or reached
 ├── SpareError              (stays inside) Ray keeps no processes ready: starts take longer, and nothing else
 ├── NotServedError          no model, replica, group or node of this name; the message lists those there are
@@ -39,6 +40,10 @@ class SavedStateError(ClusterError):
 
 class StartError(ClusterError):
     """The service did not come up; the message says what stopped it."""
+
+
+class StoppedAtStartError(StartError):
+    """Somebody has stopped the service before it was ready."""
 
 
 class RayStartError(ClusterError):

@@ -13,7 +13,7 @@ from weft.v1 import control_pb2
 
 from cluster.cli_connection import connection_flags
 from cluster.config import ClusterSpec
-from cluster.errors import ControllerError, StartError
+from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.imports import import_for_good
 from cluster.signals import signals_as_interrupts
 from cluster.status_view import ChangeView, StartView, bounds
@@ -69,6 +69,11 @@ def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: b
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
                 changes.show(service.status())
+    except StoppedAtStartError:
+        if not stays:  # who returns would say that it serves
+            raise
+        console.print("Stopped before it was ready.")  # as wanted: whoever keeps this command running starts it no more
+        return
     except KeyboardInterrupt:
         console.print("Stopping ...")
         with suppress(KeyboardInterrupt):  # a second one: nobody waits any longer

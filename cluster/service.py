@@ -20,7 +20,7 @@ from weft.v1 import control_pb2
 from cluster.config import ClusterSpec
 from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
-from cluster.errors import ControllerError, SavedStateError, StartError
+from cluster.errors import ControllerError, SavedStateError, StartError, StoppedAtStartError
 from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
@@ -116,14 +116,14 @@ class Service:
         """Wait until every group is READY and every router listens; tells `on_status` how far it is.
 
         Raises:
-            StartError: a group or a router gave up, somebody has stopped the service, the controller died, or the time
-                is over.
+            StartError: a group or a router gave up, the controller died, or the time is over.
+            StoppedAtStartError: somebody has stopped the service.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
                 if self.wait_stopped(0):
-                    raise StartError("the service was stopped before it was ready")
+                    raise StoppedAtStartError("the service was stopped before it was ready")
             except ControllerError as error:
                 raise StartError(f"{error} before the service was ready") from error
             with suppress(ControllerError):  # it is busy, or between two lives

@@ -14,7 +14,7 @@ from weft.v1 import control_pb2
 
 from cluster.config import build_spec
 from cluster.detach import serve_in_background
-from cluster.errors import StartError
+from cluster.errors import StartError, StoppedAtStartError
 from cluster.serve import print_addresses, tell_slowness, watch_service
 from cluster.signals import signals_as_interrupts
 
@@ -74,6 +74,24 @@ def test_service_that_was_stopped_before_it_was_ready_was_no_success() -> None:
     with pytest.raises(KeyboardInterrupt):
         watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
     assert service.graces_s == [30.0]
+
+
+class StoppedService(InterruptedService):
+    """Somebody calls `weft stop` while it comes up."""
+
+    def wait_ready(self, *, on_status: Callable[[control_pb2.GetStatusResponse], None]) -> None:
+        raise StoppedAtStartError("the service was stopped before it was ready")
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def test_stop_by_another_while_it_comes_up_is_an_error_only_for_who_does_not_stay() -> None:
+    service, out = StoppedService(), io.StringIO()
+    watch_service(service, Console(file=out), stays=True, spec=SPEC)
+    assert (out.getvalue(), service.graces_s) == ("Stopped before it was ready.\n", [])
+    with pytest.raises(StartError, match="the service was stopped before it was ready"):
+        watch_service(service, Console(file=out), stays=False, spec=SPEC)
 
 
 class FailedService(InterruptedService):

@@ -9,7 +9,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster import service as service_module
 from cluster.config import build_spec
-from cluster.errors import ControllerError, StartError
+from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.saved_state import SavedState, encode
 from cluster.service import Service, _take_over
 
@@ -52,14 +52,14 @@ def test_shut_down_waits_for_nobody_where_a_local_ray_has_ended(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("end", "reason"),
+    ("end", "error", "reason"),
     [
-        (None, "the service was stopped before it was ready"),
-        (RayActorError(), "the controller died before the service was ready"),
+        (None, StoppedAtStartError, "the service was stopped before it was ready"),
+        (RayActorError(), StartError, "the controller died before the service was ready"),
     ],
 )
 def test_who_waits_for_a_service_is_told_how_it_ended(
-    monkeypatch: pytest.MonkeyPatch, end: Exception | None, reason: str
+    monkeypatch: pytest.MonkeyPatch, end: Exception | None, error: type[StartError], reason: str
 ) -> None:
     def get(ref: object) -> None:
         if end is not None:
@@ -68,8 +68,9 @@ def test_who_waits_for_a_service_is_told_how_it_ended(
     monkeypatch.setattr(service_module, "ray", SimpleNamespace(wait=lambda refs, *, timeout: (refs, []), get=get))
     service = Service.__new__(Service)
     service._stopped = object()
-    with pytest.raises(StartError, match=reason):
+    with pytest.raises(StartError, match=reason) as raised:
         service.wait_ready()
+    assert raised.type is error
 
 
 def test_ray_keeps_nothing_for_the_lives_of_a_controller_that_other_code_could_not_read(
