@@ -58,9 +58,8 @@ def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: b
     console.file = cast("IO[str]", _LastingOutput(console.file))
     was_ready = False
     try:
-        _wait_until_ready(service, console, stays=stays)
+        status = _wait_until_ready(service, console, stays=stays)
         was_ready = True
-        status = service.status()
         print_addresses(
             console, status, service.control_address, service.tls, has_https=spec.router.tls is not None, stays=stays
         )
@@ -84,11 +83,21 @@ def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: b
         console.print("Stopped.")
 
 
-def _wait_until_ready(service: Any, console: Console, *, stays: bool) -> None:
-    """End a service that does not come up, but one that was there before goes on with whatever of it is READY."""
+def _wait_until_ready(service: Any, console: Console, *, stays: bool) -> control_pb2.GetStatusResponse:
+    """Return the last status; not asked for again, since a controller may die at any time.
+
+    Ends a service that does not come up, but one that was there before goes on with whatever of it is READY.
+    """
+    last = control_pb2.GetStatusResponse()
+
+    def note(status: control_pb2.GetStatusResponse) -> None:
+        nonlocal last
+        last = status
+        view.show(status)
+
     try:
         with StartView(console) as view:
-            service.wait_ready(on_status=view.show)
+            service.wait_ready(on_status=note)
     except StartError as error:
         if not service.is_alive():
             raise
@@ -98,6 +107,7 @@ def _wait_until_ready(service: Any, console: Console, *, stays: bool) -> None:
         if not stays:
             raise
         logger.error("not all of the service that was taken over is ready: %s", error)
+    return last
 
 
 class _LastingOutput:

@@ -14,7 +14,7 @@ from weft.v1 import control_pb2
 
 from cluster.config import build_spec
 from cluster.detach import serve_in_background
-from cluster.errors import StartError, StoppedAtStartError
+from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.serve import print_addresses, tell_slowness, watch_service
 from cluster.signals import signals_as_interrupts
 
@@ -60,6 +60,25 @@ def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     watch_service(service, Console(file=out), stays=True, spec=SPEC)
     assert service.graces_s == [30.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
+
+
+class OrphanedService(InterruptedService):
+    """Its controller dies when it has said that all is READY."""
+
+    has_controller = True
+
+    def status(self) -> control_pb2.GetStatusResponse:
+        if not self.has_controller:
+            raise ControllerError("no controller answers")
+        self.has_controller = False
+        return control_pb2.GetStatusResponse(models=[control_pb2.ModelStatus(name="m", wanted_replicas=2)])
+
+
+def test_controller_that_dies_when_all_is_ready_ends_nothing() -> None:
+    service, out = OrphanedService(), io.StringIO()
+    watch_service(service, Console(file=out), stays=True, spec=SPEC)
+    assert out.getvalue().startswith("Serving m: 2 replicas\n")
+    assert service.graces_s == [30.0], "it was watched until Ctrl-C"
 
 
 class SlowService(InterruptedService):
