@@ -22,6 +22,7 @@ from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
 from cluster.errors import ControllerError, SavedStateError, StartError, StoppedAtStartError
 from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
+from cluster.patience import Patience
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.saved_state import RayStateStore, decode
@@ -161,16 +162,26 @@ class Service:
     def shut_down(self, grace_s: float) -> None:
         """Finish the requests in flight, at most `grace_s`, and stop routers, groups and the controller.
 
-        Where a signal has reached the processes of a local Ray as well, nobody is left to wait for.
+        A controller that dies meanwhile, or is between two lives, is asked again. Where a signal has reached the
+        processes of a local Ray as well, nobody is left to wait for.
+
+        Raises:
+            ControllerError: it died for good, or does not answer.
         """
         thread = ThreadPoolExecutor(1)
-        stopping = thread.submit(self.client.shut_down, grace_s)
+        patience = Patience(has_answered=True)
+        stopping = thread.submit(patience.ask, lambda: self.client.shut_down(grace_s))
         thread.shutdown(wait=False)  # who is interrupted does not wait for the call, which `close` ends
-        while not wait([stopping], timeout=_POLL_S).done:
-            if has_local_ray_died():
-                self.client.close()
-                logger.warning("Ray has ended first; requests in flight are lost")
-                return
+        try:
+            while not wait([stopping], timeout=_POLL_S).done:
+                if has_local_ray_died():
+                    self.client.close()
+                    logger.warning("Ray has ended first; requests in flight are lost")
+                    return
+                if self.wait_stopped(0):  # by a successor, which had gone on with the stop and found all ended
+                    return
+        finally:
+            patience.note_stopping(is_stopping=True)  # the call is over, or nobody waits for it
         stopping.result()
         ray.wait([self._stopped], timeout=_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
 

@@ -51,6 +51,63 @@ def test_shut_down_waits_for_nobody_where_a_local_ray_has_ended(monkeypatch: pyt
     assert client.is_closed.is_set()
 
 
+class RestartingClient(SilentClient):
+    """Nobody answers the first calls: the controller is between two lives."""
+
+    def __init__(self, num_lost: int) -> None:
+        super().__init__()
+        self.num_lost = num_lost
+
+    def shut_down(self, grace_s: float) -> None:
+        self.num_lost -= 1
+        if self.is_closed.is_set():
+            raise RuntimeError("closed")
+        if self.num_lost >= 0:
+            raise ControllerError("no controller answers")
+
+
+def stop_while_restarting(monkeypatch: pytest.MonkeyPatch, client: RestartingClient, *, ends: bool, died: bool) -> None:
+    def get(ref: object) -> None:
+        if died:
+            raise RayActorError
+
+    looks: list[object] = []
+
+    def look(refs: list[object], *, timeout: float) -> tuple[list[object], list[object]]:
+        looks.append(refs)
+        return (refs, []) if ends and len(looks) > 2 else ([], refs)
+
+    monkeypatch.setattr("cluster.patience._RETRY_S", 0.001)
+    monkeypatch.setattr(service_module, "_POLL_S", 0.005)
+    monkeypatch.setattr(service_module, "has_local_ray_died", lambda: False)
+    monkeypatch.setattr(service_module, "ray", SimpleNamespace(wait=look, get=get))
+    service = Service.__new__(Service)
+    service.client = client  # type: ignore[assignment]
+    service._stopped = object()
+    try:
+        service.shut_down(60.0)
+    finally:
+        client.close()
+
+
+def test_stop_of_a_service_whose_controller_is_between_two_lives_is_told_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = RestartingClient(num_lost=5)
+    stop_while_restarting(monkeypatch, client, ends=False, died=False)
+    assert client.num_lost == -1
+    assert capsys.readouterr().err == "no controller answers (asked again for 30 s)\n"
+
+
+def test_stop_ends_with_a_successor_that_has_finished_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_while_restarting(monkeypatch, RestartingClient(num_lost=10**6), ends=True, died=False)
+
+
+def test_stop_of_a_service_whose_controller_died_for_good_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ControllerError, match="the controller died"):
+        stop_while_restarting(monkeypatch, RestartingClient(num_lost=10**6), ends=True, died=True)
+
+
 @pytest.mark.parametrize(
     ("end", "error", "reason"),
     [
