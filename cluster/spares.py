@@ -7,8 +7,7 @@ looks for these notes and asks for processes of that kind; Ray then hands out th
 environment variables, and one of them by the code: a spare never becomes a rank of other code than it has imported;
 those of other code end when new ones are left, when notes of nodes that have gone are dropped too. One that was killed
 leaves its notes, until somebody asks for spares of its kind there or an actor that should have become it is started
-instead. What goes wrong makes a start slower, and
-nothing else.
+instead. What goes wrong makes a start slower, and nothing else.
 
     spare/NODE/KIND/until        when those of this kind on this node end, in seconds since 1970; gone: at once
     spare/NODE/KIND/most         how many of them whoever asked last wants there; gone: any number
