@@ -61,6 +61,11 @@ class LogReader:
         self._sources = dict(dead[-_MAX_DEAD:]) | living  # what lives comes last: so do those that die next
 
     @property
+    def latest(self) -> tuple[LogSource, ...]:
+        """What a successor is told: of a large cluster only those of the processes that were noted last."""
+        return tuple(self._sources.values())[-_MAX_DEAD:]
+
+    @property
     def names(self) -> list[str]:
         """Every name that logs can be asked for by."""
         return sorted({name for source in self._sources.values() for name in (source.name, *source.belongs_to)})

@@ -69,6 +69,7 @@ class Reconciler:
         self._changed = asyncio.Event()
         self._shared_ports: list[SharedPort] = []
         self._logs = LogReader(life.node_id)
+        self._logs.note(saved.logs)
         is_successor = saved.has_service
         saved = replace(saved, control_port=split_host_port(address)[1])
         if saved.controller is not None:  # of the life before
@@ -135,7 +136,7 @@ class Reconciler:
         while not self.state.is_stopped:
             self._changed.clear()
             self.state.reconcile()
-            self._logs.note([*self.state.log_sources(), _log_of(self._life)])
+            self._note_logs()
             if not self.state.is_adopting:  # a membership without those not yet found would send clients away
                 await self._service.publish()
             if self._nodes is not None:
@@ -146,9 +147,14 @@ class Reconciler:
             except TimeoutError:
                 pass
 
+    def _note_logs(self) -> None:
+        self._logs.note([*self.state.log_sources(), _log_of(self._life)])
+
     def _save(self, state: SavedState) -> None:
+        self._note_logs()
         _, port = split_host_port(self._metrics.address)
-        self._store.save(encode(replace(state, metrics_port=port, controller=self._life)))
+        saved = replace(state, metrics_port=port, controller=self._life, logs=self._logs.latest)
+        self._store.save(encode(saved))
 
     def _make_routers(self, saved: SavedState, address: str) -> list[RouterProcess]:
         """Want routers on the ports of those of the controller before, or else on the ones that they are to have."""

@@ -11,6 +11,7 @@ import msgspec
 
 from cluster.config import ModelSection, ModelSpec, build_section
 from cluster.errors import ClusterConfigError, SavedStateError
+from cluster.log_reader import LogSource
 from cluster.revision_files import RevisionText
 from cluster.wanted import WantedModel
 
@@ -92,6 +93,8 @@ class SavedState:
     """The process that saved; None: nothing was saved yet, or by a version that did not keep it."""
     models: dict[str, WantedModel] = field(default_factory=dict)
     groups: tuple[GroupRecord, ...] = ()
+    logs: tuple[LogSource, ...] = ()
+    """Logs that were known, of the processes that began or ended last."""
     next_numbers: dict[str, int] = field(default_factory=dict)
     """Number of the next group of each model, served now or earlier: a group id is used once."""
     next_revisions: dict[str, int] = field(default_factory=dict)

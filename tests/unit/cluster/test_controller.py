@@ -19,6 +19,7 @@ from cluster import reconciler as reconciler_module
 from cluster.config import build_spec
 from cluster.controller import Controller
 from cluster.errors import ClusterConfigError, StartError
+from cluster.log_reader import LogSource
 from cluster.reconciler import Reconciler
 from cluster.saved_state import RouterRecord, SavedState, decode, encode
 from cluster.started_settings import encode_spec
@@ -252,6 +253,20 @@ async def test_restarts_are_counted(ray: Ray, monkeypatch: pytest.MonkeyPatch, r
     ray.saved = encode(SavedState(control_port=0, num_restarts=2))
     controller = await resume(monkeypatch, repeats_start=repeats_start)
     assert (parts(controller)._service._num_restarts, ray.num_begun) == (3, 1)
+
+
+async def test_log_of_a_rank_that_ended_stays_known_over_lives_of_the_controller(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = LogSource(name="m-0.1/0", belongs_to=frozenset({"m", "m-0.1"}), node_id="n", path="/log")
+    controller, _ = await start()
+    monkeypatch.setattr(parts(controller).state, "log_sources", lambda: [log])
+    parts(controller).state.scale("m", 2)  # saves
+    for replicas in (3, 4):
+        controller, _ = await start(takes_over=True)
+        assert {"m", "m-0.1", "m-0.1/0"} <= set(parts(controller)._logs.names)
+        parts(controller).state.scale("m", replicas)
+        assert log in decode(ray.saved or b"").logs
 
 
 async def test_a_life_after_the_service_was_stopped_ends(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
