@@ -63,12 +63,13 @@ class Simulation:
     def __init__(self, jobs: Sequence[Job], config: SchedulerConfig, cost: StepCost, *, num_blocks: int) -> None:
         self._config = config
         self._cost = cost
-        self._jobs = {RequestId(str(i)): job for i, job in enumerate(jobs)}
+        max_context = num_blocks * _BLOCK_SIZE + 1
+        self._jobs = {RequestId(str(i)): _within(max_context, job) for i, job in enumerate(jobs)}
         self._coming = deque(self._jobs.items())
         self.scheduler = Scheduler(
             config,
             KVCacheManager.with_pool(num_blocks, block_size=_BLOCK_SIZE, hash_key=b"simulation"),
-            max_context=num_blocks * _BLOCK_SIZE + 1,
+            max_context=max_context,
             eos_token_ids=frozenset(),
             max_in_flight=1,
         )
@@ -143,6 +144,11 @@ class Simulation:
             num_steps=self._num_steps,
             cpu_s=self._cpu_s,
         )
+
+
+def _within(max_context: int, job: Job) -> Job:
+    """The request with the output that it gets where the context ends before it does; a prompt too long is refused."""
+    return dataclasses.replace(job, num_out=max(1, min(job.num_out, max_context - len(job.prompt))))
 
 
 def _distribution(values: Iterable[float]) -> Distribution:

@@ -129,6 +129,17 @@ def test_numbers_of_one_replica_by_hand() -> None:
     assert Simulation(jobs[1:2], SchedulerConfig(), cost, num_blocks=8).run().urgent_s is None
 
 
+def test_a_request_that_the_context_ends_came_to_its_end() -> None:
+    jobs = [Job(at_s=0.0, prompt=(1,) * 29, num_out=1000), Job(at_s=0.0, prompt=(2,) * 4, num_out=1)]
+    cost = StepCost(step_s=1.0, token_s=0.25, context_token_s=0.0)
+
+    outcome = Simulation(jobs, SchedulerConfig(max_num_seqs=1), cost, num_blocks=2).run()
+
+    assert outcome.completion_s == Distribution.of([8.25 + 3 * 1.25, 12.0 + 2.0]), "of four tokens, and of one"
+    assert outcome.slowdown == Distribution.of([12.0 / (4 + 29 / 4), 14.0 / 2])
+    assert outcome.output_rate == 5 / 14.0
+
+
 def write_trace(file: Path, *times_ms: int | None) -> Path:
     length = {"input_length": 20, "output_length": 2}
     lines = [length if time_ms is None else {**length, "timestamp": time_ms} for time_ms in times_ms]
