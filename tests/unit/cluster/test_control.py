@@ -297,17 +297,7 @@ async def test_logs_whose_node_does_not_answer_are_named_beside_those_that_are_r
         LogSource(name=f"m-0.1/{node}", belongs_to=frozenset({"m"}), node_id=node, path=str(tmp_path / "err"))
         for node in ("here", "0" * 56)
     )
-    server = ControlServer(FakeState(), logs, DemandLedger())
-    listener, address = bind_control_port("127.0.0.1", 0)
-    await server.start(listener)
-    lines: list[str] = []
-
-    def read() -> None:
-        with ControlClient(address) as client:
-            show_logs(client, "m", follows=False, tail_bytes=64 << 10, tell=lines.append)
-
-    await asyncio.to_thread(read)
-    await server.stop()
+    lines = await shown(logs, "m")
     assert lines == ["m-0.1/here | a line"]
     assert capsys.readouterr().err.startswith(f"not read: m-0.1/{'0' * 56}; their nodes have gone or do not answer")
 
@@ -318,6 +308,12 @@ async def test_logs_of_many_processes_are_read_in_answers_that_grpc_takes(tmp_pa
     (tmp_path / "err").write_text("a line\n" * 9500)
     path = str(tmp_path / "err")
     logs.note(LogSource(name=name, belongs_to=frozenset(), node_id="here", path=path) for name in names)
+    lines = await shown(logs, "")
+    assert Counter(lines) == {f"{name} | a line": (64 << 10) // 7 for name in names}
+
+
+async def shown(logs: LogReader, target: str) -> list[str]:
+    """What `weft logs TARGET` prints of the last 64 KiB of each log."""
     server = ControlServer(FakeState(), logs, DemandLedger())
     listener, address = bind_control_port("127.0.0.1", 0)
     await server.start(listener)
@@ -325,11 +321,11 @@ async def test_logs_of_many_processes_are_read_in_answers_that_grpc_takes(tmp_pa
 
     def read() -> None:
         with ControlClient(address) as client:
-            show_logs(client, "", follows=False, tail_bytes=64 << 10, tell=lines.append)
+            show_logs(client, target, follows=False, tail_bytes=64 << 10, tell=lines.append)
 
     await asyncio.to_thread(read)
     await server.stop()
-    assert Counter(lines) == {f"{name} | a line": (64 << 10) // 7 for name in names}
+    return lines
 
 
 async def fetch(path: str, folder: Path, control: str) -> None:
