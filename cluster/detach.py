@@ -18,7 +18,7 @@ from cluster.control_client import ControlClient
 from cluster.defaults import DEFAULT_HOST
 from cluster.errors import ControllerError, StartError
 from cluster.preflight import check_spec
-from cluster.readiness import first_failure, is_ready
+from cluster.readiness import is_ready
 from cluster.serve import print_addresses, tell_slowness
 from cluster.signals import signals_as_interrupts
 from cluster.status_view import StartView
@@ -99,8 +99,7 @@ def _wait_ready(
             view.show(status)
             if is_ready(status):
                 return status
-            if first_failure(status) is None:
-                time.sleep(_POLL_S)
+            time.sleep(_POLL_S)
 
 
 def _control_address(spec: ClusterSpec) -> str:
