@@ -44,7 +44,7 @@ class ServingOrder:
         self.is_fixed = policy not in (SchedulingPolicy.SHORTEST_REMAINING, SchedulingPolicy.MLFQ)
         """Whether a sequence keeps its place for as long as it runs."""
         self.promote_after_s = math.inf
-        """Time in the queue after which a sequence goes before all others."""
+        """Time of waiting after which a sequence goes before all others."""
         if promote_after_s is not None and policy is not SchedulingPolicy.FCFS:
             self.promote_after_s = promote_after_s
         self._rank = _choose_rank(policy)

@@ -52,6 +52,7 @@ class Roster:
         self._num_left_by_displacement = int(cache.num_blocks * _LEFT_BY_DISPLACEMENT)
         self._waiting = WaitingQueue(order)
         self._suspended: dict[Sequence, None] = {}  # those in the queue that kept their blocks
+        self._passed_over: dict[Sequence, float] = {}  # those with a slot and no share, as of when
         self._free_slots = list(reversed(range(num_slots)))
         self._removed_slots: list[int] = []  # given back since they were last taken
 
@@ -80,12 +81,21 @@ class Roster:
     def renew_order(self, now_s: float) -> None:
         """Give every sequence whose place can have changed the one that it has now."""
         self._waiting.promote(now_s)
+        due = self._promote_passed_over(now_s) if self._passed_over else []
         if not self._order.is_fixed:
-            due = [sequence for sequence in self.running if len(sequence.token_ids) >= sequence.order_until]
-            for sequence in due:
-                self._order.place(sequence)
-            if due:
-                self.running.sort(key=_order)
+            due += [sequence for sequence in self.running if len(sequence.token_ids) >= sequence.order_until]
+        for sequence in due:
+            self._order.place(sequence)
+        if due:
+            self.running.sort(key=_order)
+
+    def note_passed_over(self, sequences: Iterable[Sequence], now_s: float) -> None:
+        """Note which running sequences have a part of their prompt left and are in no step. They wait as in the queue:
+        others of an earlier level could take all steps from one that has begun, for ever.
+        """
+        before, self._passed_over = self._passed_over, dict.fromkeys(sequences, now_s)
+        for sequence, since_s in before.items():
+            sequence.waited_s += now_s - since_s
 
     def enter(self, sequence: Sequence, now_s: float) -> None:
         """Let a new sequence wait."""
@@ -99,6 +109,7 @@ class Roster:
             self._cache.free(sequence)
         else:
             del self.running[self._index(sequence)]
+            self._passed_over.pop(sequence, None)
             if not sequence.num_in_flight:
                 self.release(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -198,6 +209,7 @@ class Roster:
         del self.running[self._index(sequence)]
         self._release_slot(sequence)
         sequence.status = SequenceStatus.WAITING
+        sequence.waited_s += now_s - self._passed_over.pop(sequence, now_s)
         self._suspended[sequence] = None
         self._waiting.push(sequence, now_s)
 
@@ -237,7 +249,19 @@ class Roster:
                 assert sequence.num_scheduled_tokens == sequence.num_computed_tokens == 0
         assert self._suspended.keys() <= set(self._waiting), "a sequence is suspended and does not wait"
         assert self.running == sorted(self.running, key=_order), "running sequences are not in order"
+        assert self._passed_over.keys() <= set(self.running), "one without a slot waits in it"
         assert self._waiting.num_tokens == sum(sequence.num_tokens for sequence in self._waiting)
+
+    def _promote_passed_over(self, now_s: float) -> list[Sequence]:
+        """Promote the running sequences that have waited too long, and return them."""
+        due = [
+            sequence
+            for sequence, since_s in self._passed_over.items()
+            if not sequence.is_promoted and sequence.waited_s + now_s - since_s >= self._order.promote_after_s
+        ]
+        for sequence in due:
+            sequence.is_promoted = True
+        return due
 
     def _index(self, sequence: Sequence) -> int:
         """Where a sequence is among those that run."""

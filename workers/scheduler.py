@@ -209,6 +209,7 @@ class Scheduler:
                 break
             self._share(batch, sequence, self._chunk(sequence, batch.budget))
         self._admit(batch)
+        self._roster.note_passed_over(_without_share(batch, prefills), now_s)
         return self._launch(batch) if batch.shares else None
 
     def update(self, plan: StepPlan, output: ModelOutput, now_s: float) -> list[TokenOutput]:
@@ -424,6 +425,15 @@ class Scheduler:
         del self._sequences[sequence.request_id]
         self._has_had_work = bool(self._sequences) and self._has_had_work
         self._roster.leave(sequence)
+
+
+def _without_share(batch: Batch, prefills: list[Sequence]) -> list[Sequence]:
+    """Return those that kept their slot, and are in no step: neither in this one nor in one in flight."""
+    return [
+        sequence
+        for sequence in prefills
+        if not (sequence in batch.shares or sequence.num_in_flight or sequence.slot == NO_SLOT)
+    ]
 
 
 def _may_yield(sequence: Sequence, batch: Batch) -> bool:

@@ -45,7 +45,7 @@ class Sequence:
     """Whether it waited too long, and is served before all others until it ends."""
     waiting_since_s: float = 0.0
     waited_s: float = 0.0
-    """Time in the queue, all earlier stays together."""
+    """Time in the queue, and in a slot without a share of any step, all earlier stays together."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     num_in_flight: int = 0

@@ -45,7 +45,7 @@ class Outcome:
     """Mean completion of priority 0; None: none of it was completed."""
     ttft_s: Distribution
     wait_s: float
-    """The longest time, all stays together, that any request spent in the queue."""
+    """The longest time, all stays together, that any request waited: in the queue, or in a slot for a step."""
     output_rate: float
     """Tokens per second from the first arrival to the last end."""
     num_expired: int
