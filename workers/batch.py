@@ -60,13 +60,15 @@ class Batch:
             self._filled[block] = sequence
 
     def start(self, sequence: Sequence) -> None:
-        """Let a sequence take its slot, with the blocks in its table as a start."""
+        """Let a sequence take its slot, be it anew, with the blocks in its table as a start."""
         self.new.append(sequence)
         self.needed.update(self._filled[block] for block in sequence.block_table if block in self._filled)
 
     def drop(self, sequence: Sequence) -> None:
         """Take back the share of a sequence that nobody needs, if it has one."""
         self.budget += self.shares.pop(sequence, 0)
+        if sequence in self.new:
+            self.new.remove(sequence)
 
     def launch(self, number: int, removed_slots: list[int], copies: Copies, *, follows: bool) -> InFlightPlan:
         """Turn the step into a plan; note on its sequences that they are in flight and what the ranks know of them."""

@@ -130,6 +130,16 @@ class KVCacheManager:
             columns[group] = [_NO_BLOCK] * first + self._leading_blocks(hashes[first:num_blocks], group)
         return [columns[group][i] for i in range(num_blocks) for group in range(self._num_groups)]
 
+    def knows_next(self, sequence: Sequence) -> bool:
+        """Whether somebody made known the block that a running sequence computes next, so that `match_prefix` may find
+        more than the sequence has.
+        """
+        num_blocks = sequence.num_scheduled_tokens // self.block_size + 1
+        if not self.pool.enable_prefix_caching or num_blocks * self.block_size >= len(sequence.token_ids):
+            return False
+        self._extend_hashes(sequence, num_blocks)
+        return self.pool.lookup(sequence.block_hashes[num_blocks - 1]) is not None
+
     def fits(self, sequence: Sequence, prefix: list[int], *, reserve: int) -> bool:
         """Return whether all tokens of a sequence without blocks would fit now, with `reserve` blocks left free."""
         num_prefix = len(prefix) // self._num_groups

@@ -34,7 +34,7 @@ class RosterCounters:
     num_prompt_tokens: int = 0
     """Prompt tokens of sequences that were scheduled a first time: the queries of the prefix cache."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache when their sequence was first scheduled: its hits."""
+    """Prompt tokens found in the prefix cache, when their sequence was first scheduled or later: its hits."""
     num_host_tokens: int = 0
     """Cached tokens that were brought back from the host."""
 
@@ -54,7 +54,7 @@ class Roster:
         self._suspended: dict[Sequence, None] = {}  # those in the queue that kept their blocks
         self._passed_over: dict[Sequence, float] = {}  # those with a slot and no share, as of when
         self._free_slots = list(reversed(range(num_slots)))
-        self._removed_slots: list[int] = []  # given back since they were last taken
+        self._removed_slots: dict[int, None] = {}  # given back since they were last taken
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over the sequences that have not ended: first the running ones, then the queue."""
@@ -120,9 +120,9 @@ class Roster:
         self._release_slot(sequence)
 
     def take_removed_slots(self) -> list[int]:
-        """Return the slots that were given back since the last call."""
-        removed, self._removed_slots = self._removed_slots, []
-        return removed
+        """Return the slots that were given back since the last call, be it to be taken anew."""
+        removed, self._removed_slots = self._removed_slots, {}
+        return list(removed)
 
     def later_than(self, sequence: Sequence) -> list[Sequence]:
         """Return the running sequences after this one."""
@@ -197,6 +197,30 @@ class Roster:
         sequence.status = SequenceStatus.RUNNING
         sequence.slot = self._free_slots.pop()
         insort(self.running, sequence, key=_order)
+
+    def skip_ahead(self, sequence: Sequence) -> bool:
+        """Let a running sequence go on from what others have computed of its prompt meanwhile; False if they have not.
+
+        It keeps its slot, and starts anew there: its blocks are others than before. All of it fits as before.
+        """
+        cache, num_had = self._cache, sequence.num_scheduled_tokens
+        prefix = cache.match_prefix(sequence) if cache.knows_next(sequence) else []
+        if len(prefix) // cache.layout.num_groups * cache.block_size <= num_had:
+            return False
+        if not cache.fits(sequence, prefix, reserve=0):
+            return False
+        cache.free(sequence)
+        sequence.num_host_tokens = 0
+        self._share(sequence, prefix)
+        self._removed_slots[sequence.slot] = None
+        sequence.num_planned_blocks = 0
+        if not sequence.num_preemptions:  # else what was found is not counted either
+            num_prompt = sequence.num_prompt_tokens
+            num_more = min(sequence.num_computed_tokens, num_prompt) - min(num_had, num_prompt)
+            sequence.num_cached_tokens += num_more
+            self.counters.num_cached_tokens += num_more
+            self.counters.num_host_tokens += min(sequence.num_host_tokens, num_more)
+        return True
 
     # From a slot to the queue
 
@@ -280,14 +304,18 @@ class Roster:
     def _take_blocks(self, sequence: Sequence, reserve: int) -> bool:
         prefix = self._find_prefix(sequence, reserve)
         if prefix is not None and sequence not in self._suspended:
-            self._cache.share(sequence, prefix)
-            num_shared = sequence.num_full_blocks * self._cache.block_size
-            sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_shared
+            self._share(sequence, prefix)
         return prefix is not None
+
+    def _share(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Let a sequence without blocks start from what was found for it."""
+        self._cache.share(sequence, prefix)
+        num_shared = sequence.num_full_blocks * self._cache.block_size
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_shared
 
     def _release_slot(self, sequence: Sequence) -> None:
         self._free_slots.append(sequence.slot)
-        self._removed_slots.append(sequence.slot)
+        self._removed_slots[sequence.slot] = None
         sequence.slot = NO_SLOT
         sequence.num_planned_blocks = 0
 

@@ -207,6 +207,8 @@ class Scheduler:
             self._admit(batch, before_level=sequence.order[0])
             if not batch.budget:
                 break
+            if sequence.slot != NO_SLOT and self._roster.skip_ahead(sequence):
+                batch.start(sequence)
             self._share(batch, sequence, self._chunk(sequence, batch.budget))
         self._admit(batch)
         self._roster.note_passed_over(_without_share(batch, prefills), now_s)

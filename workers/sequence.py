@@ -60,7 +60,8 @@ class Sequence:
     num_scheduled_tokens: int = 0
     """Leading tokens that are computed, or that plans in flight compute."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
+    """Prompt tokens found in the prefix cache: when the sequence was first scheduled, and since, while others computed
+    them."""
     num_host_tokens: int = 0
     """Tokens of the last cached prefix that were brought back from the host."""
     num_preemptions: int = 0

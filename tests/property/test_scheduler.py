@@ -188,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_settling = bool(served.flights) and (self.looks_ahead or served.scheduler._must_settle)
         if plan is not None or (len(served.flights) < self.max_in_flight and not is_settling):
             has_preempted = served.scheduler.counters.num_preemptions > num_preemptions
-            self.check_decodes(decodes, num_running, has_preempted=has_preempted)
+            self.check_decodes(plan, decodes, num_running, has_preempted=has_preempted)
 
     def check_budget(self, plan: StepPlan) -> None:
         config = self.served.config
@@ -196,15 +196,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 0 < sum(lengths) <= config.max_num_batched_tokens
         assert max(lengths) <= (config.prefill_chunk_tokens or config.max_num_batched_tokens)
 
-    def check_decodes(self, decodes: list[Sequence], num_running: int, *, has_preempted: bool) -> None:
-        """A decode is left out only for want of blocks, or because it belongs to the next plan in flight."""
+    def check_decodes(
+        self, plan: StepPlan | None, decodes: list[Sequence], num_running: int, *, has_preempted: bool
+    ) -> None:
+        """A decode is left out only for want of blocks, or because it belongs to the next plan in flight: it and others
+        of one token, which may be the last of a prompt, are as many as each plan takes.
+        """
         skipped = [sequence for sequence in decodes if sequence.slot >= 0 and not sequence.num_in_flight]
         if has_preempted or self.served.cache.num_free_blocks < self.num_groups:
             num_slots = self.block_size / self.num_groups  # for each number in a table
             full = [s for s in skipped if s.num_computed_tokens == len(s.block_table) * num_slots]
             assert len(full) == len(skipped) or self.max_in_flight > 1
         else:
-            assert len(decodes) - len(skipped) >= min(len(decodes), -(-num_running // self.max_in_flight))
+            num_single = plan.scheduled.nums_tokens.count(1) if plan else 0
+            assert num_single >= min(len(decodes), -(-num_running // self.max_in_flight))
 
     @precondition(lambda self: self.served.flights)
     @rule()
@@ -244,7 +249,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert served.cache.num_free_blocks == served.cache.num_blocks
         assert not served.scheduler.has_unfinished
         assert served.scheduler.num_pending_tokens == 0
+        self.check_counters()
         self.check_recording()
+
+    def check_counters(self) -> None:
+        counters, sequences = self.served.scheduler.counters, self.sequences
+        assert all(0 <= sequence.num_cached_tokens <= sequence.num_prompt_tokens for sequence in sequences)
+        assert counters.num_cached_tokens == sum(sequence.num_cached_tokens for sequence in sequences)
+        assert counters.num_host_tokens <= counters.num_cached_tokens
 
     def check_recording(self) -> None:
         self.recorder.close()

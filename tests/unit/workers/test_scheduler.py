@@ -433,6 +433,39 @@ def test_requests_that_arrive_together_compute_their_prefix_once() -> None:
     assert all(served.tokens[sequence.request_id] == run_alone(sequence.request) for sequence in sequences)
 
 
+def test_prompts_in_chunks_compute_their_common_prefix_once() -> None:
+    served = ScheduledModel(num_blocks=200, max_context=200, prefill_chunk_tokens=8)
+    sequences = [served.submit(str(i), [*prompt(60), 60 + i], max_tokens=3) for i in range(4)]
+
+    plan = served.launch()
+    assert shares(plan) == [(0, 0, 8), (1, 8, 8), (2, 16, 8), (3, 24, 8)]
+    served.collect()
+    plan = served.launch()
+    served.run()
+
+    assert plan is not None
+    assert shares(plan) == [(0, 32, 8), (1, 40, 8), (2, 48, 8), (3, 56, 5)]
+    assert [new.slot for new in plan.new] == plan.removed == [0, 1, 2, 3], "each starts anew in its slot"
+    assert served.model.num_computed_tokens == 60 + 4 + 4 * 2
+    assert all(served.tokens[sequence.request_id] == run_alone(sequence.request) for sequence in sequences)
+    cached = [sequence.finish.usage.cached_tokens for sequence in sequences if sequence.finish]
+    assert cached == [44, 44, 44, 48], "of the prefix each computed 16, the last one 12"
+    assert served.scheduler.counters.num_cached_tokens == sum(cached)
+
+
+def test_what_a_sequence_skips_is_cached_unless_it_may_have_computed_it_before() -> None:
+    served = ScheduledModel(num_blocks=200, max_context=200, prefill_chunk_tokens=8)
+    first, second = (served.submit(name, prompt(60), max_tokens=1) for name in "ab")
+    served.step()
+    first.num_host_tokens = 4  # of what it began with
+    second.num_preemptions = 1
+    served.run()
+
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (8 + 8 + 8, 8)
+    assert served.scheduler.counters.num_cached_tokens == 24 + 8
+    assert served.scheduler.counters.num_host_tokens == 0
+
+
 def test_prefix_of_a_sequence_that_failed_in_the_same_step_is_not_found_again() -> None:
     served = ScheduledModel()
     served.model.failing_prompts.add(tuple(prompt(9)))

@@ -565,3 +565,44 @@ def test_failover_and_preemption_give_the_same_tokens_under_windows() -> None:
     elsewhere.submit("1", prompt(4, first=1), generated=tuple(served.tokens["1"][:37]), max_tokens=60)
     elsewhere.run()
     assert elsewhere.tokens["1"] == served.tokens["1"]
+
+
+@pytest.mark.parametrize(
+    ("num_urgent", "expected_shares", "expected_new"),
+    [
+        (32, [(0, 0, 8), (1, 16, 8)], {0: 32}),  # fits at once: the first one yields before its turn
+        (44, [(0, 16, 8), (1, 0, 8)], {0: 41, 1: 44}),  # fits later: the second one yields after its turn
+    ],
+)
+def test_one_that_can_skip_ahead_is_displaced_in_the_same_step(
+    num_urgent: int, expected_shares: list[tuple[int, int, int]], expected_new: dict[int, int]
+) -> None:
+    served = ScheduledModel(
+        num_blocks=60, max_context=60, max_num_seqs=2, prefill_chunk_tokens=8, policy=SchedulingPolicy.PRIORITY
+    )
+    requests = [served.submit(name, prompt(41), max_tokens=3, priority=5).request for name in ("first", "second")]
+    served.step()
+    requests.append(served.submit("urgent", prompt(num_urgent, first=50), max_tokens=3, priority=1).request)
+
+    plan = served.launch()
+    served.run()
+
+    assert plan is not None
+    assert sorted(shares(plan)) == expected_shares
+    assert {new.slot: len(new.token_ids) for new in plan.new} == expected_new
+    assert sorted(plan.removed) == sorted(expected_new)
+    assert served.tokens == {request.request_id: run_alone(request) for request in requests}
+
+
+def test_nobody_skips_ahead_where_there_is_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = ScheduledModel(num_blocks=60, max_context=60, prefill_chunk_tokens=8)
+    requests = [served.submit(name, prompt(41), max_tokens=3).request for name in ("first", "second")]
+    served.step()
+
+    monkeypatch.setattr(served.cache, "fits", lambda sequence, prefix, *, reserve: False)  # blocks on the host, say
+    plan = served.launch()
+    served.run()
+
+    assert plan is not None
+    assert (shares(plan), plan.new) == ([(0, 8, 8), (1, 16, 8)], [])
+    assert served.tokens == {request.request_id: run_alone(request) for request in requests}
