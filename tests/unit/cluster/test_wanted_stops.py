@@ -189,8 +189,11 @@ async def test_the_next_controller_gives_a_stop_the_least_grace_that_was_asked_f
     bench.router.may_stop.set()
     await asyncio.gather(*stops)
     bench.restart()
-    await bench.state.finish_stop()
+    finishing = asyncio.create_task(bench.state.finish_stop())
+    await turns()
     assert bench.router.stopped_with_s == 10.0
+    bench.forms.lives[0].be_adopted()
+    await finishing
 
 
 @pytest.mark.parametrize("booted_s", [1.0, 1e7])
