@@ -109,6 +109,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
+        json.dumps(value, ensure_ascii=False).encode()  # JSON can escape what is in no text: half a surrogate pair
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):

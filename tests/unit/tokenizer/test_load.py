@@ -200,6 +200,8 @@ def test_frame_takes_the_text_of_a_token_literally(text: str, tmp_path: Path) ->
     ("files", "said"),
     [
         ({"tokenizer_config": "{"}, r"tokenizer_config\.json is not JSON"),
+        ({"tokenizer_config": r'{"bos_token": "\ud800"}'}, r"tokenizer_config\.json is not JSON.*surrogates"),
+        ({"tokenizer_config": r'{"added_tokens_decoder": {"1": "\ud800"}}'}, r"tokenizer_config\.json is not JSON"),
         ({"special_tokens_map": "[]"}, r"special_tokens_map\.json holds a list; allowed: an object"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "y"}}}}, r"tokenizer_config\.json: the added"),
         ({"tokenizer_config": {"added_tokens_decoder": {"1": {}}}}, r"tokenizer_config\.json: the added tokens"),
