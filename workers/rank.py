@@ -5,7 +5,10 @@
     lead_group                               follow_group
         plan endpoints into the store  --->      connect
         gather  <------------------------------  report       every rank is there
-        torch.distributed, load                  torch.distributed, load
+        torch.distributed                        torch.distributed
+        choose the dtype                         choose the dtype
+        gather, one, proceed  <--------------->  report       all take one that every device has
+        load                                     load
         gather  <------------------------------  report       every rank has its weights
         choose the number of blocks              choose the number of blocks
         gather, the least, proceed  <--------->  report       all take the least
@@ -57,6 +60,9 @@ JOIN_TIMEOUT_S = 120.0
 """How long the leader waits for every rank to be there."""
 LOAD_TIMEOUT_S = 3600.0
 """How long the leader waits for every rank to read its weights; ranks that die meanwhile are noticed at once."""
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of ranks that want several the group takes the first: `auto` is a later one only on a device that has it, and a rank
+that reads another's hidden states in a dtype of its own would go on with any numbers."""
 
 
 class Rendezvous:
@@ -107,7 +113,7 @@ def lead_group(
     """
     if config.parallel.world_size == 1:
         _set_num_threads(config, num_local_ranks=1)
-        runner = _load(config, Mesh.single(), progress, stats)
+        runner = _load(config, Mesh.single(), _DTYPES[_wanted_dtype(config, 0)], progress, stats)
         num_blocks = runner.choose_num_blocks()
         runner.allocate(num_blocks)
         return LocalExecutor(runner, num_blocks=num_blocks)
@@ -149,7 +155,8 @@ def follow_group(
         with RankLink(endpoint, rank) as link:  # its last words come before the end of what ranks have in common
             link.report(0, JOIN_TIMEOUT_S)
             mesh = join_mesh(config, rank, host, store)
-            runner = _load(config, mesh, progress, stats)
+            dtype = _DTYPES[link.report(_wanted_dtype(config, rank), LOAD_TIMEOUT_S)]
+            runner = _load(config, mesh, dtype, progress, stats)
             link.report(0, LOAD_TIMEOUT_S)
             num_blocks = link.report(runner.choose_num_blocks(), LOAD_TIMEOUT_S)
             runner.allocate(num_blocks)
@@ -186,7 +193,9 @@ def _lead(
         rendezvous.store.set(_endpoint_key(rank), endpoint)
     _meet(link, JOIN_TIMEOUT_S)
     mesh = join_mesh(config, 0, rendezvous.host, rendezvous.store)
-    runner = _load(config, mesh, progress, stats)
+    dtype = min(_wanted_dtype(config, 0), *link.gather(LOAD_TIMEOUT_S).values())
+    link.proceed(dtype)
+    runner = _load(config, mesh, _DTYPES[dtype], progress, stats)
     _meet(link, LOAD_TIMEOUT_S)
     num_blocks = runner.choose_num_blocks()
     num_blocks = min(num_blocks, *link.gather(LOAD_TIMEOUT_S).values())
@@ -266,10 +275,17 @@ def _leave(runner: ModelRunner | None = None, *, has_failed: bool = False) -> No
     dist.destroy_process_group()
 
 
-def _load(config: EngineConfig, mesh: Mesh, progress: Progress | None, stats: RankStats | None) -> ModelRunner:
+def _wanted_dtype(config: EngineConfig, rank: int) -> int:
+    """What `config.dtype` means on this rank, by its place among _DTYPES; compiles kernels where needed."""
+    device = select_device(config.device, _local_rank(rank))
+    return _DTYPES.index(choose_dtype(config.dtype, Path(config.model), device, config.kernels))
+
+
+def _load(
+    config: EngineConfig, mesh: Mesh, dtype: torch.dtype, progress: Progress | None, stats: RankStats | None
+) -> ModelRunner:
     folder = Path(config.model)
     device: Device = select_device(config.device, _local_rank(mesh.rank))
-    dtype = choose_dtype(config.dtype, folder, device, config.kernels)
     check_dtype(config.cache, describe_model(folder), device.torch_device)
     with _refusing_settings():
         kernels = _select_kernels(config, device.torch_device, dtype)
