@@ -92,7 +92,9 @@ class ModelRunner:
         """Whether steps are planned ahead; it may change in `allocate`."""
         self._last_sampled = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=decoder.device)
         self._latest: tuple[Sampled | None, torch.Tensor] = None, torch.empty(0, dtype=torch.int64)
-        self._choice = select_sampling(device.torch_device, config.kernels, decoder.dtype)
+        self._kernels = "cpu" if decoder.kernels.slowness else config.kernels
+        """Name of those that go with the decoder's: what could not be compiled is not tried again, which takes long."""
+        self._choice = select_sampling(device.torch_device, self._kernels, decoder.dtype)
         self._inputs, self._draws, self._sampler = self._new_state()
         self._reads, self._flops = ModelReads(decoder), ModelFlops(decoder)
         self._served_stats = stats or RankStats()
@@ -122,7 +124,7 @@ class ModelRunner:
         self.lookahead = self._choose_lookahead()  # steps were run, which may have shown that others can begin them
         if self.num_host_blocks:
             self._host = make_host_cache(self._rows_RBX, num_slots=self.num_host_blocks)
-        take = select_taking(self._device.torch_device, self._config.kernels, self._decoder.dtype)
+        take = select_taking(self._device.torch_device, self._kernels, self._decoder.dtype)
         if take is not None:
             populate_when_idle(self._rows_RBX, self._times.is_resting, take)
 

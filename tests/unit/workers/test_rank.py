@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
-from parallel.errors import GraphCaptureError
+from parallel.errors import DeviceError, GraphCaptureError
+from parallel.kernels.native import build
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
 from workers.errors import EngineConfigError
 from workers.overlap import StepExecution
@@ -66,6 +68,27 @@ def test_a_rank_says_what_it_computes_with() -> None:
     assert stats.peak_memory_bytes() > 50e6, "torch alone takes more"
     assert stats.energy_j is not None
     assert stats.energy_j() is None, "there is no GPU"
+
+
+def test_a_compilation_that_fails_is_not_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take half a minute, and the other ranks of the machine wait for it."""
+    asked: list[str] = []
+
+    def fail(compiler: list[str], flags: tuple[str, ...], library: Path) -> None:
+        asked.append(library.name)
+        raise DeviceError("c++ failed: no space left")
+
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_key", lambda compiler, flags: "key")
+    monkeypatch.setattr(build, "default_cache", lambda: tmp_path)
+    monkeypatch.setattr(build, "_build", fail)
+    stats = RankStats()
+    config = EngineConfig(
+        model=str(PACKAGED[DEFAULT_MODEL]), device="cpu", dtype="bfloat16", cache=CacheConfig(num_blocks=8)
+    )
+    lead_group(config, stats=stats).close()
+    assert stats.slowness == "c++ failed: no space left"
+    assert asked == ["weft_kernels_key.so"]
 
 
 class NotedRank:
