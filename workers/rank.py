@@ -7,7 +7,9 @@
         gather  <------------------------------  report       every rank is there
         torch.distributed                        torch.distributed
         choose the dtype                         choose the dtype
-        gather, one, proceed  <--------------->  report       all take one that every device has
+        gather, the least, proceed  <--------->  report       all take one that every device has
+        choose the kernels                       choose the kernels
+        gather, the least, proceed  <--------->  report       all take compiled ones, or none
         load                                     load
         gather  <------------------------------  report       every rank has its weights
         choose the number of blocks              choose the number of blocks
@@ -25,7 +27,9 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,6 +67,9 @@ LOAD_TIMEOUT_S = 3600.0
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of ranks that want several the group takes the first: `auto` is a later one only on a device that has it, and a rank
 that reads another's hidden states in a dtype of its own would go on with any numbers."""
+
+_Agree = Callable[[int], int]
+"""Tells a number to the ranks of the group, each of which tells one at this point; returns the least of them."""
 
 
 class Rendezvous:
@@ -113,7 +120,7 @@ def lead_group(
     """
     if config.parallel.world_size == 1:
         _set_num_threads(config, num_local_ranks=1)
-        runner = _load(config, Mesh.single(), _DTYPES[_wanted_dtype(config, 0)], progress, stats)
+        runner = _load(config, Mesh.single(), int, progress, stats)
         num_blocks = runner.choose_num_blocks()
         runner.allocate(num_blocks)
         return LocalExecutor(runner, num_blocks=num_blocks)
@@ -155,11 +162,10 @@ def follow_group(
         with RankLink(endpoint, rank) as link:  # its last words come before the end of what ranks have in common
             link.report(0, JOIN_TIMEOUT_S)
             mesh = join_mesh(config, rank, host, store)
-            dtype = _DTYPES[link.report(_wanted_dtype(config, rank), LOAD_TIMEOUT_S)]
-            runner = _load(config, mesh, dtype, progress, stats)
+            agree: _Agree = partial(link.report, timeout_s=LOAD_TIMEOUT_S)
+            runner = _load(config, mesh, agree, progress, stats)
             link.report(0, LOAD_TIMEOUT_S)
-            num_blocks = link.report(runner.choose_num_blocks(), LOAD_TIMEOUT_S)
-            runner.allocate(num_blocks)
+            runner.allocate(agree(runner.choose_num_blocks()))
             link.report(0, LOAD_TIMEOUT_S)
             follow_plans(link, runner)
     except BaseException:
@@ -193,13 +199,10 @@ def _lead(
         rendezvous.store.set(_endpoint_key(rank), endpoint)
     _meet(link, JOIN_TIMEOUT_S)
     mesh = join_mesh(config, 0, rendezvous.host, rendezvous.store)
-    dtype = min(_wanted_dtype(config, 0), *link.gather(LOAD_TIMEOUT_S).values())
-    link.proceed(dtype)
-    runner = _load(config, mesh, _DTYPES[dtype], progress, stats)
+    agree: _Agree = partial(_take_least, link)
+    runner = _load(config, mesh, agree, progress, stats)
     _meet(link, LOAD_TIMEOUT_S)
-    num_blocks = runner.choose_num_blocks()
-    num_blocks = min(num_blocks, *link.gather(LOAD_TIMEOUT_S).values())
-    link.proceed(num_blocks)
+    num_blocks = agree(runner.choose_num_blocks())
     runner.allocate(num_blocks)
     _meet(link, LOAD_TIMEOUT_S)
     logger.info("group of %d ranks is ready with %d blocks", mesh.world_size, num_blocks)
@@ -217,6 +220,12 @@ def _lead(
 def _meet(link: LeaderLink, timeout_s: float) -> None:
     link.gather(timeout_s)
     link.proceed(0)
+
+
+def _take_least(link: LeaderLink, value: int) -> int:
+    least = min(value, *link.gather(LOAD_TIMEOUT_S).values())
+    link.proceed(least)
+    return least
 
 
 def _blame(link: LeaderLink, error: Exception) -> Exception:
@@ -275,20 +284,19 @@ def _leave(runner: ModelRunner | None = None, *, has_failed: bool = False) -> No
     dist.destroy_process_group()
 
 
-def _wanted_dtype(config: EngineConfig, rank: int) -> int:
-    """What `config.dtype` means on this rank, by its place among _DTYPES; compiles kernels where needed."""
-    device = select_device(config.device, _local_rank(rank))
-    return _DTYPES.index(choose_dtype(config.dtype, Path(config.model), device, config.kernels))
-
-
 def _load(
-    config: EngineConfig, mesh: Mesh, dtype: torch.dtype, progress: Progress | None, stats: RankStats | None
+    config: EngineConfig, mesh: Mesh, agree: _Agree, progress: Progress | None, stats: RankStats | None
 ) -> ModelRunner:
     folder = Path(config.model)
     device: Device = select_device(config.device, _local_rank(mesh.rank))
+    dtype = _DTYPES[agree(_DTYPES.index(choose_dtype(config.dtype, folder, device, config.kernels)))]
     check_dtype(config.cache, describe_model(folder), device.torch_device)
     with _refusing_settings():
         kernels = _select_kernels(config, device.torch_device, dtype)
+    are_fast = int(not kernels.slowness)
+    if are_fast > agree(are_fast):
+        logger.warning("plain torch computes, which is several times slower: other ranks have no compiled kernels")
+        kernels = _select_kernels(replace(config, kernels="cpu"), device.torch_device, dtype)
     decoder = load_decoder(
         folder,
         mesh=mesh,
