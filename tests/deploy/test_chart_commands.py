@@ -55,8 +55,8 @@ class Chart:
     @contextmanager
     def head(self) -> Iterator[None]:
         """Run the head until it is READY for workers, and to the end of the block."""
-        head, parameters = self.hosts.machines[0], self.cluster["headGroupSpec"]["rayStartParams"]
-        start = f"ray start --head --block --dashboard-host={parameters['dashboard-host']} --num-cpus=0"
+        head = self.hosts.machines[0]
+        start = f"ray start --head --block {_flags(self.cluster['headGroupSpec'])}"
         container = _container(self.cluster["headGroupSpec"])
         environment = {"KUBERAY_GEN_RAY_START_CMD": start, "POD_IP": head.address, **self.environment}
         with running(head, container, self.places, **environment):
@@ -67,13 +67,14 @@ class Chart:
     def workers(self) -> Iterator[None]:
         """Run both workers."""
         head, *machines = self.hosts.machines
-        start = f"ray start --address={head.address}:6379 --block --dashboard-agent-listen-port=52365"
-        container = _container(self.cluster["workerGroupSpecs"][0])
+        (group,) = self.cluster["workerGroupSpecs"]
+        start = f"ray start --address={head.address}:6379 --block {_flags(group)}"
+        container = _container(group)
         with ExitStack() as stack:
             for worker in machines:
                 environment = {"KUBERAY_GEN_RAY_START_CMD": start, **self.environment}
                 stack.enter_context(running(worker, container, self.places, **environment))
-                wait_for_probe(self.hosts.operator, worker, container["readinessProbe"], 52365)
+                wait_for_probe(self.hosts.operator, worker, container["readinessProbe"])
             yield
 
     @contextmanager
@@ -215,7 +216,7 @@ def wait_for_probe(operator: Host, host: Host, probe: Any, port: int | None = No
         target = f"{host.address}:{probe['grpc']['port']}"
         command = [str(BIN / "python"), "-c", PROBE, target, probe["grpc"].get("service", "")]
     else:
-        command = _fetch(f"http://{host.address}:{port}{probe['httpGet']['path']}")
+        command = _fetch(f"http://{host.address}:{port or probe['httpGet']['port']}{probe['httpGet']['path']}")
     deadline_s = time.monotonic() + timeout_s
     while (result := attempt(operator, *command)).returncode != 0:
         assert time.monotonic() < deadline_s, f"{command}: {result.stderr}"
@@ -243,6 +244,11 @@ def _fetch(url: str) -> list[str]:
         "-c",
         f"import urllib.request as u; print(u.urlopen({url!r}, timeout=5).read().decode())",
     ]
+
+
+def _flags(group: Any) -> str:
+    """What KubeRay makes of a group's parameters for `ray start`."""
+    return " ".join(f"--{name}={value}" for name, value in group["rayStartParams"].items())
 
 
 def _container(owner: Any) -> Any:

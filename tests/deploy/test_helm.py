@@ -360,30 +360,6 @@ def test_autoscaling_from_the_start_writes_no_number_that_a_rollback_would_bring
             assert "replicas" not in find([item for item in manifest if item], "Deployment")["spec"]
 
 
-def test_only_routers_and_ray_itself_reach_rays_nodes() -> None:
-    policy = find(render(example="multi-node-pipeline"), "NetworkPolicy", "demo-weft-ray")["spec"]
-    assert policy["podSelector"]["matchLabels"] == {"ray.io/cluster": "demo-weft"}
-    ray, routers, monitoring = policy["ingress"]
-    assert ray["from"] == [{"podSelector": {"matchLabels": {"ray.io/cluster": "demo-weft"}}}]
-    assert "ports" not in ray
-    (peer,) = routers["from"]
-    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
-    assert monitoring["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}
-    opened = {port["port"] for rule in (routers, monitoring) for port in rule["ports"]}
-    assert opened.isdisjoint({6379, 8265, 10001}), "Ray runs whatever reaches these"
-
-
-def test_the_controller_reaches_the_metrics_of_routers() -> None:
-    objects = render(example="multi-node-pipeline")
-    (_, metrics) = find(objects, "NetworkPolicy", "demo-weft-router")["spec"]["ingress"]
-    (pod,) = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
-    assert [port["port"] for port in metrics["ports"]] == [
-        port["containerPort"] for port in pod["ports"] if port["name"] == "metrics"
-    ]
-    controller = {"ray.io/cluster": "demo-weft", "ray.io/node-type": "head"}
-    assert {"podSelector": {"matchLabels": controller}} in metrics["from"]
-
-
 def test_service_monitor_selects_services_that_have_its_ports() -> None:
     objects = render(example="eight-gpu-node")
     monitor = find(objects, "ServiceMonitor")["spec"]

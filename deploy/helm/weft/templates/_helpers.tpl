@@ -185,6 +185,15 @@ capabilities:
 {{- end }}
 {{- end }}
 
+{{/* Ray's own ports, which would lie among those that the NetworkPolicy opens to routers and Prometheus. Its workers' do not. */}}
+{{- define "weft.rayPorts" -}}
+node-manager-port: "6380"
+object-manager-port: "6381"
+runtime-env-agent-port: "6382"
+dashboard-agent-grpc-port: "6383"
+dashboard-agent-listen-port: "6384" # runs jobs of whoever reaches it
+{{- end }}
+
 {{/* Where a Pod may run, from a part of the values. */}}
 {{- define "weft.scheduling" -}}
 {{- with .nodeSelector }}

@@ -161,7 +161,7 @@
 {{/* Those of the head, where Ray has some too and a router is beside the controller; and those of a router. */}}
 {{- define "weft.validatePorts" -}}
 {{- $ports := .Values.router.ports }}
-{{- $head := list (list "Ray's GCS" 6379) (list "Ray's dashboard" 8265) (list "Ray's metrics" 8080) (list "Ray's clients" 10001) (list "Ray's agent" 52365) (list "controller.port" .Values.controller.port) (list "controller.metricsPort" .Values.controller.metricsPort) (list "router.ports.grpc" $ports.grpc) }}
+{{- $head := list (list "Ray's GCS" 6379) (list "Ray's raylet" 6380) (list "Ray's objects" 6381) (list "Ray's environments" 6382) (list "Ray's agent" 6383) (list "Ray's agent" 6384) (list "Ray's dashboard" 8265) (list "Ray's metrics" 8080) (list "Ray's clients" 10001) (list "controller.port" .Values.controller.port) (list "controller.metricsPort" .Values.controller.metricsPort) (list "router.ports.grpc" $ports.grpc) }}
 {{- $router := list (list "router.ports.grpc" $ports.grpc) (list "router.ports.http" $ports.http) (list "router.ports.metrics" $ports.metrics) }}
 {{- range list $head $router }}
 {{- $taken := dict }}
