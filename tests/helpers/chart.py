@@ -32,18 +32,27 @@ def helm() -> str:
 
 
 @functools.cache
-def render(*settings: str, example: str | None = None, kubernetes: str = "1.30", chart: Path = CHART) -> list[Any]:
+def render(
+    *settings: str,
+    example: str | None = None,
+    values: Path | None = None,
+    kubernetes: str = "1.30",
+    chart: Path = CHART,
+) -> list[Any]:
     """Return the objects of the chart, as release `demo`.
 
     Args:
         settings: arguments of --set.
         example: the name of a file in examples.
+        values: another file of values.
         kubernetes: the version to render for.
         chart: another folder than the repository's.
     """
     command = [helm(), "template", "demo", str(chart), "--namespace", "llm", "--kube-version", kubernetes]
     if example is not None:
         command += ["--values", str(chart / f"examples/{example}.yaml")]
+    if values is not None:
+        command += ["--values", str(values)]
     for setting in settings:
         command += ["--set", setting]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)

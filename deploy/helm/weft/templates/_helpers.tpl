@@ -194,6 +194,19 @@ dashboard-agent-grpc-port: "6383"
 dashboard-agent-listen-port: "6384" # runs jobs of whoever reaches it
 {{- end }}
 
+{{/* Requests and limits inside the RayCluster, where Kubernetes takes no fraction such as 0.5, but "0.5". */}}
+{{- define "weft.rayResources" -}}
+{{- $found := dict }}
+{{- range $kind, $amounts := . }}
+{{- $strings := dict }}
+{{- range $name, $amount := $amounts }}
+{{- $_ := set $strings $name (kindIs "string" $amount | ternary $amount (toJson $amount)) }}
+{{- end }}
+{{- $_ := set $found $kind $strings }}
+{{- end }}
+{{- toYaml $found }}
+{{- end }}
+
 {{/* Where a Pod may run, from a part of the values. */}}
 {{- define "weft.scheduling" -}}
 {{- with .nodeSelector }}
