@@ -249,6 +249,7 @@ def test_a_router_says_that_it_is_not_ready_and_has_time_to_finish_its_requests(
     assert probe["failureThreshold"] > 1, "a busy router may answer late once"
     assert router.unready_s >= probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
     assert spec["terminationGracePeriodSeconds"] > router.unready_s + router.grace_s
+    assert spec["shareProcessNamespace"], "else the kernel keeps a SIGTERM that comes early from it"
 
 
 def test_a_worker_drains_its_node_before_ray_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
