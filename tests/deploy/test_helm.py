@@ -296,23 +296,6 @@ def test_workers_have_their_gpus_and_the_head_takes_no_rank() -> None:
     assert "autoscalerOptions" not in cluster
 
 
-def test_parts_of_a_cpu_may_be_numbers(tmp_path: Path) -> None:
-    resources = {
-        "requests": {"cpu": 0.5, "memory": 2_000_000_000},
-        "limits": {"cpu": 1.5, "memory": "2Gi"},
-    }  # by --set: strings
-    group = {"name": "cpu", "replicas": 1, "resources": resources}
-    values = {"models": [{"device": "cpu"}], "workerGroups": [group], "head": {"resources": resources}}
-    (tmp_path / "values.json").write_text(json.dumps(values))
-    cluster = find(render(values=tmp_path / "values.json"), "RayCluster")["spec"]
-    for spec in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        (container,) = spec["template"]["spec"]["containers"]
-        assert container["resources"] == {
-            "requests": {"cpu": "0.5", "memory": "2000000000"},
-            "limits": {"cpu": "1.5", "memory": "2Gi"},
-        }
-
-
 def test_autoscaling_gives_worker_groups_their_bounds() -> None:
     (group,) = find(render(example="multi-node-pipeline"), "RayCluster")["spec"]["workerGroupSpecs"]
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 2, 4)

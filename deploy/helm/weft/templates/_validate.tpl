@@ -2,6 +2,7 @@
 {{- define "weft.validate" -}}
 {{- include "weft.validateNames" . }}
 {{- include "weft.validatePorts" . }}
+{{- include "weft.validateRouter" (.Values.router.settings | default dict) }}
 {{- $largest := 0 }}
 {{- $total := 0 }}
 {{- $groups := list }}
@@ -35,6 +36,7 @@
 {{- fail (printf "models[%d] is called %q as another one is; allowed: a name of its own" $index $name) }}
 {{- end }}
 {{- $names = append $names $name }}
+{{- include "weft.validateModel" (list $index $model) }}
 {{- if and (kindIs "map" $model.autoscaling) (empty $model.max_replicas) }}
 {{- fail (printf "models[%d].autoscaling needs max_replicas" $index) }}
 {{- end }}
@@ -137,6 +139,45 @@
 {{- $resources := $.Values.router.resources }}
 {{- if and .enabled (not (or (dig "requests" "cpu" "" $resources) (dig "limits" "cpu" "" $resources))) }}
 {{- fail "router.resources has no cpu; allowed: a request or a limit, in parts of which router.autoscaling counts" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What of one model contradicts itself. Takes its place and the model; the numbers are the program's defaults. */}}
+{{- define "weft.validateModel" -}}
+{{- $at := printf "models[%d]" (first .) }}
+{{- with last . }}
+{{- $cpus := .cpus_per_rank | default 1 | float64 }}
+{{- if and (gt $cpus 1.0) (ne $cpus (floor $cpus)) }}
+{{- fail (printf "%s.cpus_per_rank is %v, which is not whole; allowed: a fraction up to 1, or a whole number" $at $cpus) }}
+{{- end }}
+{{- $scheduler := .scheduler | default dict }}
+{{- $tokens := $scheduler.max_num_batched_tokens | default 2048 | int }}
+{{- $seqs := $scheduler.max_num_seqs | default 256 | int }}
+{{- if lt $tokens $seqs }}
+{{- fail (printf "%s.scheduler.max_num_batched_tokens is %d; allowed: at least max_num_seqs, %d" $at $tokens $seqs) }}
+{{- end }}
+{{- $cache := .cache | default dict }}
+{{- if and $cache.host_cache_bytes (hasKey $cache "enable_prefix_caching") (not $cache.enable_prefix_caching) }}
+{{- fail (printf "%s.cache.host_cache_bytes is for prefixes; allowed: with enable_prefix_caching" $at) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Likewise of `router.settings`. */}}
+{{- define "weft.validateRouter" -}}
+{{- range dig "clients" "allowed_origins" list . }}
+{{- if not (regexMatch "^(\\*|[a-z][a-z0-9+.-]*://[^/\\sA-Z]+)$" .) }}
+{{- fail (printf "router.settings.clients.allowed_origins has %q; allowed: '*', or an origin such as 'https://app.example'" .) }}
+{{- end }}
+{{- end }}
+{{- $settings := . }}
+{{- range list (list "breaker" "open_s" 1.0 "max_open_s" 30.0) (list "link" "backoff_s" 0.05 "max_backoff_s" 2.0) }}
+{{- $section := first . }}
+{{- $least := dig $section (index . 1) (index . 2) $settings | float64 }}
+{{- $most := dig $section (index . 3) (index . 4) $settings | float64 }}
+{{- if lt $most $least }}
+{{- fail (printf "router.settings.%s.%s is %v; allowed: at least %s, %v" $section (index . 3) $most (index . 1) $least) }}
 {{- end }}
 {{- end }}
 {{- end }}
