@@ -584,6 +584,7 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
         ("fullnameOverride=Weft", 'the name of the objects is "Weft"; allowed: lower-case letters, digits and -'),
         ("fullnameOverride=7-weft", 'the name of the objects is "7-weft"; allowed:'),
         ("fullnameOverride=llm.weft", 'the name of the objects is "llm.weft"; allowed:'),
+        ("fullnameOverride=on", 'the name of the objects is "on", which YAML takes for no name'),
         ("nameOverride=my weft", 'nameOverride is "my weft"; allowed:'),
         ("controller.port=50051", "router.ports.grpc is 50051, which controller.port is already"),
         ("controller.metricsPort=8080", "controller.metricsPort is 8080, which Ray's metrics is already"),

@@ -197,6 +197,9 @@
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) }}
 {{- fail (printf "the name of the objects is %q; allowed: lower-case letters, digits and -, a letter first: set fullnameOverride" $fullname) }}
 {{- end }}
+{{- if has $fullname (list "y" "n" "yes" "no" "on" "off" "true" "false" "null") }}
+{{- fail (printf "the name of the objects is %q, which YAML takes for no name; allowed: another one: set fullnameOverride" $fullname) }}
+{{- end }}
 {{- end }}
 
 {{/* Those of the head, where Ray has some too and a router is beside the controller; and those of a router. */}}
