@@ -63,7 +63,7 @@ class HttpSender:
             async with self._session.get(url, server_hostname=self._server_name) as response:
                 response.raise_for_status()
                 models = _Models.decode(await response.read())
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # also of a host's name, or of no JSON
             reason = str(error) or repr(error)
             if "status line" in reason:  # of which aiohttp shows the bytes
                 reason = "what answers speaks no HTTP/1.1; is it the port of gRPC?"

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from bench.errors import BenchError
 from bench.load.calls import Call
 from bench.load.http_sender import HttpSender, connect_http
 from bench.load.records import CallError, ErrorKind, Usage
@@ -197,3 +198,18 @@ async def test_refusal_in_another_form_is_told_as_it_is() -> None:
         with pytest.raises(CallError) as failed:
             await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None)
     assert str(failed.value) == "<html>" + "x" * 494
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("a..b", "idna"),
+        (f"{'a' * 64}.com", "idna"),
+        ("user:secret@127.0.0.1:1", "Cannot combine AUTHORIZATION"),
+    ],
+)
+async def test_an_address_that_cannot_be_asked_is_told_in_a_line(host: str, reason: str) -> None:
+    where = Target(protocol=Protocol.HTTP, address=f"http://{host}", api_key="k")
+    async with connect_http(where) as sender:
+        with pytest.raises(BenchError, match=rf"/v1/models gives no list of models: .*{reason}"):
+            await sender.find_model()
