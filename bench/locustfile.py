@@ -166,7 +166,7 @@ class CompletionsUser(HttpUser):
                     chunk, end_s = Chunk.decode(data), time.perf_counter()
                     if any(choice.has_text for choice in chunk.choices):
                         times_s.append(end_s)
-                    has_end |= any(choice.finish_reason is not None for choice in chunk.choices)
+                    has_end |= any(choice.is_last for choice in chunk.choices)
                     if chunk.usage is not None:
                         num_tokens = chunk.usage.completion_tokens
                     if chunk.error is not None:

@@ -36,6 +36,12 @@ class ChunkChoice(Struct):
     delta: _Delta | None = None
     """Part of a chat's answer."""
     finish_reason: str | None = None
+    """Why it ends; some services have an empty text until it does."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the answer ends with it."""
+        return bool(self.finish_reason)
 
     @property
     def has_text(self) -> bool:

@@ -124,9 +124,9 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
         for choice in chunk.choices:
             if choice.has_text:
                 received(1)
-            elif choice.finish_reason is not None:
+            elif choice.is_last:
                 received(0)
-            has_end |= choice.finish_reason is not None
+            has_end |= choice.is_last
         usage = chunk.usage or usage  # some services send it with each chunk
     if usage is None or not has_end:
         raise CallError(ErrorKind.UNAVAILABLE, "the answer broke off, or has no usage at its end")

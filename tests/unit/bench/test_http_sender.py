@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -119,6 +119,21 @@ async def test_end_without_text_is_a_time_and_usage_is_the_last_that_came(
     async with answering(complete) as sender:
         told = await sender.send(Call(prompt=(1,), num_out=2), "", received.append)
     assert (received, told) == ([1, 0], Usage(prompt_tokens=5, cached_tokens=cached, completion_tokens=2))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_an_answer_whose_reason_to_end_is_an_empty_text_goes_on(is_whole: bool) -> None:
+    pieces = [{"choices": [{"text": text, "finish_reason": ""}]} for text in ("", "a", "b")]
+    end = {"choices": [{"text": "", "finish_reason": "stop" if is_whole else ""}], "usage": ONE_TOKEN["usage"]}
+    received: list[int] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.Response(body=streamed(*pieces, end).removesuffix(b"data: [DONE]\n\n"))
+
+    async with answering(complete) as sender:
+        with nullcontext() if is_whole else pytest.raises(CallError, match="the answer broke off"):
+            await sender.send(Call(prompt=(1,), num_out=2), "", received.append)
+    assert received == ([1, 1, 0] if is_whole else [1, 1])
 
 
 @pytest.mark.parametrize(
