@@ -82,7 +82,8 @@ class HttpSender:
                 server_hostname=self._server_name,
             ) as response:
                 if response.status != HTTPStatus.OK:
-                    raise CallError(_kind_of(response.status), _message_of(await response.read()))
+                    message = _message_of(await response.read()) or f"status {response.status}, and no more"
+                    raise CallError(_kind_of(response.status), message)
                 return await _read_answer(response.content, received)
         except (msgspec.DecodeError, HttpProcessingError) as error:  # the latter also for a line without end
             raise CallError(ErrorKind.OTHER, f"the answer is not understood: {error}") from error

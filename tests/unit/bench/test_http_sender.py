@@ -215,6 +215,15 @@ async def test_refusal_in_another_form_is_told_as_it_is() -> None:
     assert str(failed.value) == "<html>" + "x" * 494
 
 
+async def test_refusal_that_says_nothing_is_told_by_its_status() -> None:
+    async def complete(request: web.Request) -> web.Response:
+        return web.Response(status=502)
+
+    async with answering(complete) as sender:
+        with pytest.raises(CallError, match=r"^status 502, and no more$"):
+            await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
