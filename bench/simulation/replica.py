@@ -86,7 +86,7 @@ class SimulatedReplica:
         self.is_alive = True
         self.is_draining = False
         self.busy_s = 0.0
-        """Time in steps, that in flight included."""
+        """Time in steps, the rest of that in flight included."""
         self.num_steps = 0
         self.cache = KVCacheManager.with_pool(settings.num_blocks, block_size=settings.block_size, hash_key=HASH_KEY)
         self.pool = self.cache.pool
@@ -104,6 +104,7 @@ class SimulatedReplica:
         self._owners: dict[RequestId, tuple[Stream, int]] = {}  # and at how many tokens it ends
         self._slots: dict[int, tuple[Sequence[int], int]] = {}  # prompt, and the position of the next token
         self._is_stepping = False
+        self._step_end_s = 0.0
         self._on_stopped: Callable[[], None] | None = None
 
     @property
@@ -149,6 +150,7 @@ class SimulatedReplica:
         if self.is_alive:
             self.is_alive = False
             self._ended_s = self._time.now_s
+            self.busy_s -= max(0.0, self._step_end_s - self._ended_s)
             for stream in self._streams:
                 self._time.after(self.settings.network_s, lambda stream=stream: stream.lose("it died"))  # type: ignore[misc]
 
@@ -169,6 +171,7 @@ class SimulatedReplica:
         duration_s = self.settings.cost.duration_s(plan)
         self.num_steps += 1
         self.busy_s += duration_s
+        self._step_end_s = self._time.now_s + duration_s
         self._time.after(duration_s, lambda: self._land(plan))
 
     def _land(self, plan: StepPlan) -> None:
