@@ -202,17 +202,18 @@ def _milliseconds(record: Mapping[str, Any], where: str) -> float:
 def _read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each line's record, and where the line is, for messages."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.isspace():
                     yield f"{path}:{number}", _read_object(line, f"{path}:{number}")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise BenchConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _read_object(line: str, where: str) -> Mapping[str, Any]:
+def _read_object(line: bytes, where: str) -> Mapping[str, Any]:
+    """Read UTF-8, with the mark of byte order that some programs begin a file with or without it."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
         raise BenchConfigError(f"{where}: not JSON: {error}") from error
     except RecursionError as error:

@@ -216,6 +216,20 @@ def test_wrong_lines_of_prompts_are_told(tmp_path: Path, text: str, message: str
         sessions(1, kind=DatasetKind.PROMPTS, file=file)
 
 
+def test_a_byte_that_is_no_utf8_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 9_999 + b'{"prompt": "caf\xe9"}\n'))
+    with pytest.raises(BenchConfigError, match=r"gz:10000: not JSON: 'utf-8' codec .* byte 0xe9 in position 15"):
+        sessions(1, kind=DatasetKind.PROMPTS, file=file)
+
+
+def test_lines_are_read_as_windows_writes_them(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    found = sessions(2, kind=DatasetKind.PROMPTS, file=file)
+    assert {call.prompt for session in found for call in session.calls} == {"a", "b"}
+
+
 def test_wrong_traces_are_refused_with_their_line(tmp_path: Path) -> None:
     limits = TraceLimits()
     line = {"input_length": 1, "output_length": 1}
