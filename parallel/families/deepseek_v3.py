@@ -71,7 +71,7 @@ def _scale_multiplier(fields: Fields, rotary: RotaryDescription | None) -> float
     """Scaling makes queries and keys longer as YaRN does, here also where they are not rotated: by multiplying their
     product."""
     rope = rope_parameters(fields)
-    mscale = rope.optional_number("mscale_all_dim")
+    mscale = rope.nonzero_number("mscale_all_dim")
     if mscale is None or rotary is None or rotary.scaling is None:
         return 1.0
     return yarn_mscale(rope.number("factor"), mscale) ** 2

@@ -82,6 +82,11 @@ class Fields:
         """A finite number more than 0, or None when absent."""
         return self.number(name) if name in self else None
 
+    def nonzero_number(self, name: str) -> float | None:
+        """A finite number more than 0, or None when absent or 0."""
+        value = self._values.get(name)
+        return None if value == 0 and not isinstance(value, bool) else self.optional_number(name)
+
     def nullable_number(self, name: str, default: float) -> float | None:
         """A finite number more than 0, or null; here null and absent differ."""
         return self.number(name, default) if name in self or name not in self._values else None

@@ -125,7 +125,7 @@ def _read_yarn(rope: Fields, max_positions: int, original_context: int) -> YarnS
     factor = rope.number("factor", max_positions / original_context)
     attention_factor = rope.optional_number("attention_factor")
     if attention_factor is None:
-        mscale, mscale_all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+        mscale, mscale_all_dim = rope.nonzero_number("mscale"), rope.nonzero_number("mscale_all_dim")
         if mscale and mscale_all_dim:
             attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
         else:
@@ -134,8 +134,8 @@ def _read_yarn(rope: Fields, max_positions: int, original_context: int) -> YarnS
         factor=factor,
         original_context=original_context,
         attention_factor=attention_factor,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
+        beta_fast=rope.nonzero_number("beta_fast") or 32.0,
+        beta_slow=rope.nonzero_number("beta_slow") or 1.0,
         truncate=rope.nullable_boolean("truncate", True),
     )
 

@@ -179,6 +179,8 @@ def test_the_scale_grows_with_scaled_positions_only() -> None:
 def test_scaled_positions_need_not_change_the_scale() -> None:
     scaling = {name: value for name, value in DEEPSEEK_V3["rope_scaling"].items() if "mscale" not in name}
     assert _describe(DEEPSEEK_V3, rope_scaling=scaling).attention_scale == 192**-0.5
+    zero = {**scaling, "mscale": 1.0, "mscale_all_dim": 0}
+    assert _describe(DEEPSEEK_V3, rope_scaling=zero).attention_scale == 192**-0.5
 
 
 def test_any_scaling_makes_queries_and_keys_of_deepseek_longer() -> None:
