@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ from parallel.errors import CheckpointError, ConfigError
 from parallel.families.registry import describe_model
 from parallel.host_memory import release_free_memory
 from parallel.kernels.base import Kernels
-from parallel.mesh import Mesh
+from parallel.kernels.reference import ReferenceKernels
+from parallel.mesh import Axis, Mesh
 from parallel.quantization.packing import Stored
 from parallel.stored_head import untie_stored_head
 from parallel.unread_tensors import find_unread
@@ -83,17 +85,19 @@ def load_decoder(
     if max_context is not None:
         description = _limit_context(description, max_context)
     description = untie_stored_head(description, folder, mesh=mesh, dtype=dtype)
-    decoder = Decoder(
-        description,
-        mesh=mesh,
-        device=device,
+    build = partial(
+        Decoder,
         dtype=dtype,
-        kernels=kernels,
         layer_partition=layer_partition,
         expert_parallel=expert_parallel,
         int8_linears=int8_linears,
         int8_cache=int8_cache,
     )
+    try:
+        decoder = build(description, mesh=mesh, device=device, kernels=kernels)
+    except (RuntimeError, OSError):  # no memory for it: the config may be another model's
+        _check_sizes(build, description, mesh=mesh, folder=folder)
+        raise
     max_begun = _MAX_BEGUN_INT8 if int8_linears else _MAX_BEGUN
     bytes_read = load_weights(decoder, folder, progress=progress, max_begun=max_begun)
     logger.info("rank %d read %d bytes of weights from %s", mesh.rank, bytes_read, folder)
@@ -116,8 +120,7 @@ def load_weights(
     files = locate_tensors(folder)
     plans, finishes = _plan(decoder, files, folder)
     expected = _expected(plans)
-    for file, tensors in expected.items():
-        _check_file(file, tensors)
+    _check_files(expected)
     if decoder.mesh.rank == 0:
         _warn_of_unread(expected, files, folder)
     if any(is_only_mapped(file) for plan in plans for file in plan):
@@ -167,6 +170,18 @@ class _Batch:
         """Fill the targets; return how many elements they have, and the bytes that were read."""
         num_bytes = sum(read.copy(self.file, opened) for read in self.reads)
         return sum(read.num_elements for read in self.reads), num_bytes
+
+
+def _check_sizes(build: Callable[..., Decoder], description: DecoderDescription, *, mesh: Mesh, folder: Path) -> None:
+    """Raise CheckpointError where the weights in a folder are not those of the description; takes no memory for them.
+
+    Tables of positions, which are in no file, are left out, and so are other ranks, which may not do this.
+    """
+    bare = replace(description, max_context=1, rotaries=(None,) * description.num_layers)
+    alone = Mesh(tp=Axis(size=mesh.tp.size, rank=mesh.tp.rank), pp=Axis(size=mesh.pp.size, rank=mesh.pp.rank))
+    decoder = build(bare, mesh=alone, device=torch.device("meta"), kernels=ReferenceKernels())
+    plans, _ = _plan(decoder, locate_tensors(folder), folder)
+    _check_files(_expected(plans))
 
 
 def _limit_context(description: DecoderDescription, max_context: int) -> DecoderDescription:
@@ -242,6 +257,11 @@ def _expected(plans: Iterable[_Plan]) -> Mapping[Path, Sequence[Stored]]:
             for place, stored in (stored for read in reads for stored in read.stored(file)):
                 expected.setdefault(place, []).append(stored)
     return expected
+
+
+def _check_files(expected: Mapping[Path, Sequence[Stored]]) -> None:
+    for file, tensors in expected.items():
+        _check_file(file, tensors)
 
 
 def _check_file(file: Path, expected: Sequence[Stored]) -> None:

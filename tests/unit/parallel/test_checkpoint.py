@@ -358,6 +358,33 @@ def test_transposed_tensor_is_named(folder: Path) -> None:
         _load(folder)
 
 
+class _NoMemory(ReferenceKernels):
+    """Kernels on a machine without room for a linear layer."""
+
+    def empty_linear(self, num_out: int, num_in: int, dtype: torch.dtype) -> Tensor:
+        raise RuntimeError(f"no memory for {num_out} x {num_in}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_attention_heads": 16, "head_dim": 1 << 24}, CheckpointError, r"expected \[268435456, 64\]"),
+        ({"vocab_size": 1 << 30}, CheckpointError, r"embed_tokens.weight has shape \[320, 64\]; expected \[1073741824"),
+        ({"num_hidden_layers": 4}, CheckpointError, "no tensor model.layers.3"),
+        ({"max_position_embeddings": 1 << 30}, RuntimeError, "no memory for 64 x 64"),
+    ],
+)
+def test_a_model_that_has_no_room_may_be_another_than_the_config_says(
+    folder: Path, changes: dict[str, int], error: type[Exception], message: str
+) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    peers = Mesh(tp=Axis(size=2, rank=1, group=object(), local=object()), pp=Axis())  # type: ignore[arg-type]
+
+    with pytest.raises(error, match=message):
+        load_decoder(folder, mesh=peers, device=CPU, dtype=torch.float32, kernels=_NoMemory())
+
+
 @pytest.mark.parametrize(("dtype", "name"), [(torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3")])
 def test_dtype_that_is_no_weight_is_named(folder: Path, dtype: torch.dtype, name: str) -> None:
     _rewrite(folder, **{Q_PROJ: torch.zeros(64, 64).to(dtype)})
