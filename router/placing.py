@@ -29,7 +29,8 @@ class Placing:
         self._full: set[ReplicaId] = set()
         self._leaving: set[ReplicaId] = set()
         self._seeking_since_s: float | None = None
-        """When the wait for a replica that gives tokens began; refusals do not begin it anew. None: there is none."""
+        """When the wait for a replica that gives tokens began; a replica that breaks begins it anew, refusals do not.
+        None: there is none."""
 
     @property
     def has_begun(self) -> bool:
@@ -91,7 +92,8 @@ class Placing:
 
     def note_loss(self, replica_id: ReplicaId, reason: str, *, was_leaving: bool) -> None:
         """The stream to its replica ended. A replica that had said that it leaves has not broken, and any number may
-        leave under one request: as long as none gives tokens, its wait goes on.
+        leave under one request: as long as none gives tokens, its wait goes on. After a break it begins anew, for a
+        request may have stood in the replica's queue for longer than it may look for the next one.
 
         Raises:
             ReplicaFailedError: too many broke.
@@ -106,6 +108,7 @@ class Placing:
                 f"{len(self._breaks)} replicas broke under the request; allowed: fewer than "
                 f"{self._config.max_attempts}: {', '.join(self._breaks)}"
             )
+        self._seeking_since_s = None
 
     def no_replica_error(self, waited_s: float, *, which: str = "") -> RouterError:
         """Return what to raise after such a wait for a replica, or for one of which something more is said."""

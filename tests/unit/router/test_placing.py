@@ -102,6 +102,7 @@ def test_request_that_waits_for_nothing_takes_what_is_there(has_begun: bool) -> 
     placing = seeking(config=FailoverConfig(new_request_wait_s=0, failover_wait_s=0))
     if has_begun:
         placing.note_loss(A, "gone", was_leaving=False)
+        placing.seek(0.0)
     books = [ready(A), ready(B)]
     assert list(placing.find(route_to(*books), 0.1)) == books
     for book in books:
@@ -142,6 +143,15 @@ def test_a_request_under_which_a_replica_broke_before_a_token_has_begun() -> Non
     placing = Placing(FailoverConfig(), "m", lambda: 1.0)
     placing.note_loss(ReplicaId("a"), "died", was_leaving=False)
     assert placing.has_begun
+
+
+def test_the_wait_after_a_break_is_whole_however_long_the_request_stood_in_the_queue_of_the_replica() -> None:
+    placing = seeking()
+    placing.note_loss(A, "hangs", was_leaving=False)
+    placing.seek(120.0)
+    assert not placing.find(route_to(), 179.0)
+    with pytest.raises(ReplicaFailedError, match="ready for 60 s"):
+        placing.find(route_to(), 180.0)
 
 
 def test_a_breaker_that_opens_is_known_to_the_route_at_once() -> None:
