@@ -185,9 +185,13 @@ def simulate(options: Options, *, json_file: Path | None) -> None:
     Raises BenchConfigError, and BenchError when no request meets its deadline or the file cannot be written.
     """
     _check_cost(options.cost)
+    if options.batched_tokens < options.num_seqs:
+        allowed = f"at least --num-seqs, {options.num_seqs}"
+        raise BenchConfigError(f"--batched-tokens is {options.batched_tokens}; allowed: {allowed}")
     if json_file is not None:
         check_line_file(json_file)
     jobs = _jobs(options)
+    _check_room(jobs, options.num_blocks)
     with only_errors("workers.roster"):  # it warns of each preemption
         outcomes = [_run(jobs, policy, options) for policy in options.policies]
     if json_file is not None:  # first: whoever reads the table may have closed the pipe
@@ -219,6 +223,14 @@ def _check_cost(cost: StepCost) -> None:
     if not cost.step_s + cost.token_s > 0:
         seen = f"--step-ms is {cost.step_s * 1e3:g} and --token-us is {cost.token_s * 1e6:g}"
         raise BenchConfigError(f"{seen}; allowed: one of them more than 0")
+
+
+def _check_room(jobs: Sequence[Job], num_blocks: int) -> None:
+    """Raises BenchConfigError where a prompt is longer than all blocks."""
+    longest = max(len(job.prompt) for job in jobs)
+    if longest > num_blocks * _BLOCK_SIZE:
+        seen = f"--num-blocks is {num_blocks}, and the longest prompt has {longest} tokens"
+        raise BenchConfigError(f"{seen}; allowed: at least {-(-longest // _BLOCK_SIZE)}")
 
 
 def _jobs(options: Options) -> list[Job]:

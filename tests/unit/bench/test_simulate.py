@@ -173,6 +173,26 @@ def test_requests_that_take_no_time_alone_are_refused() -> None:
         CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batched-tokens", "31"], "--batched-tokens is 31; allowed: at least --num-seqs, 32"),
+        (
+            ["--num-blocks", "6"],
+            "--num-blocks is 6, and the longest prompt has 100 tokens; allowed: at least 7",
+        ),
+    ],
+)
+def test_a_replica_that_is_too_small_is_told_by_its_flag(flags: list[str], message: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 2}\n')
+    arguments = ["simulate", "--policy", "fcfs", "--trace", str(trace)]
+    with pytest.raises(BenchConfigError, match=f"^{message}$"):
+        CliRunner().invoke(app, [*arguments, *flags], catch_exceptions=False)
+    enough = ["--batched-tokens", "32", "--num-blocks", "7"]
+    assert CliRunner().invoke(app, [*arguments, *enough], catch_exceptions=False).exit_code == 0
+
+
 def test_requests_of_which_none_meets_its_deadline_are_told() -> None:
     arguments = ["simulate", "--policy", "fcfs", "--requests", "3", "--deadlines", "--context-ns", "1e9"]
     with pytest.raises(BenchError, match="no request came to its end before its deadline; allowed"):
