@@ -36,6 +36,8 @@ _SLICE_MS = 50
 """How often a wait for one rank looks at the others."""
 _EVIDENCE_S = 0.3
 """How long to wait for other ranks' reports once one is known to have failed."""
+_WAITED = ("CollectiveError:", "DistStoreError:")
+"""Errors of a rank that waited for another one."""
 _LINGER_MS = 1000
 _NEVER_MS = 24 * 3600 * 1000
 """Time before a socket reconnects: not -1, with which zmq also drops what came before the end and was not read yet."""
@@ -186,6 +188,9 @@ class LeaderLink:
             self._look()
         silent = sorted(self._gone - self._failures.keys())
         reasons = [f"rank {rank} died, hangs or is cut off" for rank in silent]
+        if not silent and all(failure.error.startswith(_WAITED) for failure in self._failures.values()):
+            quiet = sorted(self._peers.keys() - self._failures.keys())
+            reasons += [f"rank {rank} told nothing: it hangs, or waits too" for rank in quiet]
         for rank, failure in sorted(self._failures.items()):
             logger.error("rank %d failed:\n%s", rank, failure.traceback)
             reasons.append(f"rank {rank} failed: {failure.error}")

@@ -10,12 +10,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import msgspec
 import pytest
 from helpers.plans import make_plan
 from weft.addresses import split_host_port
 
+from parallel.errors import CollectiveError
 from workers.errors import GroupFailedError
 from workers.local_plans import MAX_BYTES, PlanReceiver, PlanSender
 from workers.plan import ModelOutput, NewSequence, ScheduledSequence, StepPlan
@@ -297,6 +299,35 @@ def test_a_failing_rank_reports_its_error_before_it_ends() -> None:
     with pytest.raises(GroupFailedError, match="rank 9 failed: ValueError: a bad plan"):
         leader.receive_output(1, 10.0) and leader.receive_output(1, 10.0)
     leader.close("rank 9 failed")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (CollectiveError("it took too long"), "rank 1 told nothing: it hangs, or waits too; rank 2 failed: Collective"),
+        (ValueError("of its own"), "rank 2 failed: ValueError: of its own"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_where_others_only_waited_for_it(error: Exception, said: str) -> None:
+    leader = LeaderLink(HOST, [1, 2])
+    is_over = threading.Event()
+
+    def run(rank: int) -> None:
+        with contextlib.suppress(type(error)), RankLink(leader.endpoints[rank], rank) as link:
+            link.report(0, 120.0)
+            if rank == 1:
+                is_over.wait()
+            raise error
+
+    threads = [in_thread(partial(run, rank)) for rank in (1, 2)]
+    leader.gather(120.0)
+    leader.proceed(0)
+    with pytest.raises(GroupFailedError, match=f"^{said}"):
+        check_until_it_fails(leader)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    leader.close()
 
 
 def test_a_slow_rank_is_an_error_that_names_it() -> None:
