@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -38,7 +38,8 @@ _LEAST_FREE_BYTES = 64 << 20
 """What Ray's folder takes in its first minutes, some times over: where files cannot be written, Ray tries for ever."""
 
 _START_ATTEMPTS = 2
-"""Once in hundreds of starts Ray's node, just begun, left no trace, and Ray gave it up after 30 seconds."""
+"""Once in hundreds of starts Ray's node, just begun, left no trace, and Ray gave it up after 30 seconds: where it is
+forked (see `_only_what_is_used`), it may never begin."""
 
 _JOIN_TIMEOUT_S = 10.0  # for Ray's head to answer
 
@@ -233,12 +234,12 @@ def _only_what_is_used(*, log_to_driver: bool) -> Iterator[list[Any]]:
     """Let Ray's head come up without its autoscaler and dashboard, and without the reader of logs if nobody listens.
 
     Nothing here asks them, and `ray.init`, which has no settings for that, would wait for the dashboard to come up. Nor
-    has it any for its node's agents, or for its processes' group. Yields the nodes that are made meanwhile.
+    has it any for its node's agents, or for how its processes begin. Yields the nodes that are made meanwhile.
     """
     nodes: list[Any] = []
     module: Any = ray_node
     services: Any = ray_services
-    whole, start_process = module.Node, services.start_ray_process
+    whole, start_process, popen = module.Node, services.start_ray_process, services.ConsolePopen
 
     class LocalNode(whole):  # type: ignore[misc,valid-type]
         def __init__(self, *args: object, **settings: object) -> None:
@@ -255,18 +256,36 @@ def _only_what_is_used(*, log_to_driver: bool) -> Iterator[list[Any]]:
             if log_to_driver:
                 super().start_log_monitor()
 
-    # A signal to this process's group, as `timeout` sends it, is for this process, which then ends the others in order.
-    # They end with it anyway.
-    prefix = [setsid] if (setsid := shutil.which("setsid")) else []
-
     def start(command: Sequence[str], *args: object, **settings: object) -> object:
-        return start_process([*prefix, *map(with_late_agent, command)], *args, **settings)
+        return start_process(list(map(with_late_agent, command)), *args, **settings)
 
-    module.Node, services.start_ray_process = LocalNode, start
+    class Process(popen):  # type: ignore[misc,valid-type]
+        """Begins in a group of its own: a signal to this process's, as `timeout` sends it, is for this process, which
+        then ends the others in order. They end with it anyway.
+
+        Where that is said by `setpriv`, no code of this process runs in the new one, which Python then does not fork:
+        in a fork gRPC's threads begin again, and abort when they find their files closed.
+        """
+
+        def __init__(self, command: Sequence[str], *, preexec_fn: Callable[[], None] | None, **settings: Any) -> None:
+            if prefix := _ends_with_parent():
+                preexec_fn = None
+            super().__init__([*prefix, *command], preexec_fn=preexec_fn, start_new_session=True, **settings)
+
+    module.Node, services.start_ray_process, services.ConsolePopen = LocalNode, start, Process
     try:
         yield nodes
     finally:
-        module.Node, services.start_ray_process = whole, start_process
+        module.Node, services.start_ray_process, services.ConsolePopen = whole, start_process, popen
+
+
+def _ends_with_parent() -> list[str]:
+    """What begins a command that is killed when its parent ends; nothing where no program here can say so."""
+    prefix = [shutil.which("setpriv") or "", "--pdeathsig", "KILL"]
+    with suppress(OSError):
+        if not subprocess.run([*prefix, "true"], check=False, stderr=subprocess.DEVNULL).returncode:
+            return prefix
+    return []
 
 
 def with_late_agent(word: str) -> str:

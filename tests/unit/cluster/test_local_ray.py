@@ -1,8 +1,11 @@
 """Joining Ray where nobody is, and leaving it: whoever presses Ctrl-C once more leaves none of its processes behind."""
 
+import asyncio
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+from helpers.polling import until
 from ray._private.authentication import authentication_token_setup
 
 from cluster import local_ray
@@ -255,3 +259,34 @@ def test_a_ray_that_does_not_come_up_is_started_again(num_failures: int, monkeyp
     assert ["it does not come up (raylet had ended with -9)" in line for line in told] == [True] * (num_failures > 0)
     assert Node.num_ended == num_failures
     assert local_ray.ray_node.Node is Node
+
+
+_START_ONE = """
+import os
+from cluster import local_ray
+
+forks = []
+os.register_at_fork(before=lambda: forks.append(1))
+with local_ray._only_what_is_used(log_to_driver=False):
+    process = local_ray.ray_services.start_ray_process(["/bin/sleep", "100"], "raylet", fate_share=True).process
+print(process.pid, len(forks), os.getsid(process.pid) == process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def has_ended(pid: str) -> bool:
+    try:
+        return ") Z" in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where processes can end with their parent")
+@pytest.mark.parametrize("has_setpriv", [True, False])
+def test_processes_of_ray_begin_without_a_fork_and_end_with_this_one(has_setpriv: bool, tmp_path: Path) -> None:
+    """In a fork gRPC's threads may abort."""
+    environment = os.environ if has_setpriv else {**os.environ, "PATH": str(tmp_path)}
+    told = subprocess.run([sys.executable, "-c", _START_ONE], env=environment, stdout=subprocess.PIPE, text=True).stdout
+    pid, num_forks, has_own_group = told.split()
+    assert (num_forks, has_own_group) == ("0" if has_setpriv and shutil.which("setpriv") else "1", "True")
+    asyncio.run(until(lambda: has_ended(pid)))
