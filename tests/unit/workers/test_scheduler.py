@@ -433,8 +433,9 @@ def test_requests_that_arrive_together_compute_their_prefix_once() -> None:
     assert all(served.tokens[sequence.request_id] == run_alone(sequence.request) for sequence in sequences)
 
 
-def test_prompts_in_chunks_compute_their_common_prefix_once() -> None:
-    served = ScheduledModel(num_blocks=200, max_context=200, prefill_chunk_tokens=8)
+@pytest.mark.parametrize("windows", [(None,), (None, 9)])
+def test_prompts_in_chunks_compute_their_common_prefix_once(windows: tuple[int | None, ...]) -> None:
+    served = ScheduledModel(num_blocks=200, max_context=200, prefill_chunk_tokens=8, windows=windows)
     sequences = [served.submit(str(i), [*prompt(60), 60 + i], max_tokens=3) for i in range(4)]
 
     plan = served.launch()

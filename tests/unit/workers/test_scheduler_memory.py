@@ -606,3 +606,19 @@ def test_nobody_skips_ahead_where_there_is_no_room_for_it(monkeypatch: pytest.Mo
     assert plan is not None
     assert (shares(plan), plan.new) == ([(0, 8, 8), (1, 16, 8)], [])
     assert served.tokens == {request.request_id: run_alone(request) for request in requests}
+
+
+def test_nobody_skips_to_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = ScheduledModel(num_blocks=120, max_context=60, prefill_chunk_tokens=8, windows=(None, 9))
+    requests = [served.submit(name, prompt(41), max_tokens=3).request for name in ("first", "second")]
+    served.step()
+
+    match = served.cache.match_prefix
+    # what the next block needs in front of it under the window is gone, say
+    monkeypatch.setattr(served.cache, "match_prefix", lambda sequence: match(sequence)[: len(sequence.block_table)])
+    plan = served.launch()
+    served.run()
+
+    assert plan is not None
+    assert (shares(plan), plan.new) == ([(0, 8, 8), (1, 16, 8)], [])
+    assert served.tokens == {request.request_id: run_alone(request) for request in requests}
