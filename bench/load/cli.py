@@ -102,6 +102,7 @@ def simulate(*, replica: SimulateFlags, cluster: ClusterFlags, json_file: Json =
         policies=parse_policies(replica.policy or (ALL_POLICIES if cluster.replicas is None else "fcfs")),
         num_seqs=replica.num_seqs,
         num_blocks=replica.num_blocks,
+        num_stages=replica.pipeline_parallel,
         batched_tokens=replica.batched_tokens,
         promote_after_s=replica.promote_after,
         has_deadlines=replica.deadlines,

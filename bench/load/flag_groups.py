@@ -218,6 +218,12 @@ class SimulateFlags:
     ] = None
     num_seqs: Annotated[int, typer.Option(min=1, help="Sequences running at once.")] = 32
     num_blocks: Annotated[int, typer.Option(min=2, help="KV blocks of 16 tokens, or --block-size.")] = 8000
+    pipeline_parallel: Annotated[
+        int,
+        typer.Option(
+            "--pipeline-parallel", "--pp", min=1, max=1024, help="Stages: each takes an equal part of a step."
+        ),
+    ] = 1
     batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048
     promote_after: Annotated[float, typer.Option(min=0, help="Seconds of waiting, then a request goes first.")] = 60.0
     deadlines: Annotated[

@@ -5,13 +5,14 @@ and load, to every router. The next token is a function of the prompt and the po
 goes on with the tokens that it would have had.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from grpc import StatusCode
 
-from bench.simulation.step_cost import StepCost
+from bench.simulation.step_cost import Pipeline, StepCost
 from bench.simulation.virtual_time import VirtualTime
 from router.prefix_index import ReplicaId
 from workers.config import SchedulerConfig
@@ -38,6 +39,8 @@ class ReplicaSettings:
     cost: StepCost = field(default_factory=StepCost)
     num_blocks: int = 8000
     block_size: int = 16
+    num_stages: int = 1
+    """Stages of the pipeline, and plans in flight."""
     network_s: float = 2e-4
     """Time of a message between a router and a replica, one way."""
 
@@ -77,6 +80,18 @@ class Stream(Protocol):
         """Take note that the replica is gone."""
 
 
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    part_s: float
+    """What it takes in a stage."""
+    leaves_s: tuple[float, ...]
+    """When it leaves each."""
+
+    def rest_s(self, now_s: float) -> float:
+        """Return the time that a stage, in the mean, still works on it."""
+        return sum(min(self.part_s, max(0.0, left_s - now_s)) for left_s in self.leaves_s) / len(self.leaves_s)
+
+
 class SimulatedReplica:
     """One life of a group. It makes steps as long as it has requests and lives."""
 
@@ -86,7 +101,7 @@ class SimulatedReplica:
         self.is_alive = True
         self.is_draining = False
         self.busy_s = 0.0
-        """Time in steps, the rest of that in flight included."""
+        """Time in steps of a stage, in the mean, the rest of those in flight included."""
         self.num_steps = 0
         self.cache = KVCacheManager.with_pool(settings.num_blocks, block_size=settings.block_size, hash_key=HASH_KEY)
         self.pool = self.cache.pool
@@ -95,7 +110,7 @@ class SimulatedReplica:
             self.cache,
             max_context=settings.max_context,
             eos_token_ids=frozenset(),
-            max_in_flight=1,
+            max_in_flight=settings.num_stages,
         )
         self._time = time
         self._ready_s = time.now_s
@@ -103,8 +118,8 @@ class SimulatedReplica:
         self._streams: list[Stream] = []
         self._owners: dict[RequestId, tuple[Stream, int]] = {}  # and at how many tokens it ends
         self._slots: dict[int, tuple[Sequence[int], int]] = {}  # prompt, and the position of the next token
-        self._is_stepping = False
-        self._step_end_s = 0.0
+        self._pipeline = Pipeline(settings.num_stages)
+        self._in_flight: deque[_InFlight] = deque()
         self._on_stopped: Callable[[], None] | None = None
 
     @property
@@ -132,8 +147,8 @@ class SimulatedReplica:
             self._refuse(stream, request, StatusCode.INVALID_ARGUMENT)
         else:
             self._owners[request.request_id] = stream, num_out
-            if not self._is_stepping:
-                self._step()
+            if not self._in_flight:
+                self._launch()
 
     def drain(self, grace_s: float, on_stopped: Callable[[], None]) -> None:
         """Take nothing new; when all requests have ended, or after a while, end."""
@@ -150,7 +165,7 @@ class SimulatedReplica:
         if self.is_alive:
             self.is_alive = False
             self._ended_s = self._time.now_s
-            self.busy_s -= max(0.0, self._step_end_s - self._ended_s)
+            self.busy_s -= sum(step.rest_s(self._ended_s) for step in self._in_flight)
             for stream in self._streams:
                 self._time.after(self.settings.network_s, lambda stream=stream: stream.lose("it died"))  # type: ignore[misc]
 
@@ -162,22 +177,25 @@ class SimulatedReplica:
 
     # Steps
 
-    def _step(self) -> None:
-        plan = self.scheduler.schedule(self._time.now_s)
-        self._is_stepping = plan is not None
-        if plan is None:
+    def _launch(self) -> None:
+        """Keep the stages busy, as the engine does: what comes meanwhile waits until the oldest step is done."""
+        now_s = self._time.now_s
+        while (plan := self.scheduler.schedule(now_s)) is not None:
+            duration_s = self.settings.cost.duration_s(plan)
+            step = _InFlight(plan, duration_s / self.settings.num_stages, self._pipeline.enter(now_s, duration_s))
+            self._in_flight.append(step)
+            self.num_steps += 1
+            self.busy_s += step.part_s
+        if self._in_flight:
+            self._time.at(self._in_flight[0].leaves_s[-1], self._land)
+        else:
             assert not self.scheduler.has_unfinished, "requests wait for nothing"
-            return
-        duration_s = self.settings.cost.duration_s(plan)
-        self.num_steps += 1
-        self.busy_s += duration_s
-        self._step_end_s = self._time.now_s + duration_s
-        self._time.after(duration_s, lambda: self._land(plan))
 
-    def _land(self, plan: StepPlan) -> None:
+    def _land(self) -> None:
         if not self.is_alive:
             return
         now_s = self._time.now_s
+        plan = self._in_flight.popleft().plan
         outputs: dict[Stream, list[Output]] = {}
         for token in self.scheduler.update(plan, self._run_model(plan), now_s):
             sequence = token.sequence
@@ -189,7 +207,7 @@ class SimulatedReplica:
                     self.scheduler.finish(sequence, FinishReason.STOP, now_s)
             outputs.setdefault(stream, []).append(Output(sequence.request_id, token.token_id, is_last))
         self._send(outputs, *self.pool.take_events())
-        self._step()
+        self._launch()
         if self.is_draining and not self._owners:
             self._stop()
 

@@ -134,6 +134,7 @@ def parse_cluster(options: Options, flags: ClusterFlags) -> ClusterOptions:
             scheduler=scheduler,
             cost=options.cost,
             num_blocks=options.num_blocks,
+            num_stages=options.num_stages,
             block_size=flags.block_size,
             network_s=flags.network_ms / 1e3,
         ),

@@ -3,6 +3,7 @@
 weft simulate                                       requests with heavy tails, made by seed
 weft simulate --trace azure_2023_conv.jsonl.gz --rate 2.6 --requests 2000
 weft simulate --policy fcfs,mlfq --num-seqs 16 --num-blocks 800
+weft simulate --pipeline-parallel 4 --rate 20
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from bench.result_line import append_line, check_line_file
 from bench.simulation.jobs import DEFAULT_RATE, Job, draw_jobs, read_jobs, with_deadlines
 from bench.simulation.quiet_loggers import only_errors
 from bench.simulation.report import outcomes_line, print_outcomes
-from bench.simulation.step_cost import StepCost
+from bench.simulation.step_cost import Pipeline, StepCost
 from workers.config import SchedulerConfig, SchedulingPolicy
 from workers.kv_cache_manager import KVCacheManager
 from workers.plan import ModelOutput, StepPlan
@@ -58,9 +59,14 @@ class Outcome:
 
 
 class Simulation:
-    """One replica's step loop without ranks. Two runs of equal jobs and settings give equal outcomes."""
+    """One replica's step loop without ranks. Two runs of equal jobs and settings give equal outcomes.
 
-    def __init__(self, jobs: Sequence[Job], config: SchedulerConfig, cost: StepCost, *, num_blocks: int) -> None:
+    As in the engine, requests come in between two steps, and as many plans are in flight as there are stages.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], config: SchedulerConfig, cost: StepCost, *, num_blocks: int, num_stages: int = 1
+    ) -> None:
         self._config = config
         self._cost = cost
         max_context = num_blocks * _BLOCK_SIZE + 1
@@ -71,8 +77,10 @@ class Simulation:
             KVCacheManager.with_pool(num_blocks, block_size=_BLOCK_SIZE, hash_key=b"simulation"),
             max_context=max_context,
             eos_token_ids=frozenset(),
-            max_in_flight=1,
+            max_in_flight=num_stages,
         )
+        self._pipeline = Pipeline(num_stages)
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()  # and when it is done
         self.now_s = 0.0
         self._cpu_s = 0.0
         self._num_steps = self._num_computed = self._num_expired = 0
@@ -87,24 +95,26 @@ class Simulation:
         return self._summarize()
 
     def step(self) -> None:
-        """Let requests arrive, then make one step, or wait for the next arrival where there is nothing to do."""
+        """Let requests arrive, then do the oldest step, or wait for the next arrival where there is nothing to do."""
         scheduler = self.scheduler
         while self._coming and self._coming[0][1].at_s <= self.now_s:
             name, job = self._coming.popleft()
             scheduler.add(job.to_request(name), job.at_s)
         self._num_expired += len(scheduler.expire(self.now_s))
         start_s = time.process_time()
-        plan = scheduler.schedule(self.now_s)
+        while (plan := scheduler.schedule(self.now_s)) is not None:
+            *_, end_s = self._pipeline.enter(self.now_s, self._cost.duration_s(plan))
+            self._in_flight.append((plan, end_s))
         self._cpu_s += time.process_time() - start_s
-        if plan is not None:
-            self._execute(plan)
+        if self._in_flight:
+            self._land()
         elif self._coming:
             self.now_s = self._coming[0][1].at_s
         else:
             assert not scheduler.has_unfinished, "requests wait for nothing"
 
-    def _execute(self, plan: StepPlan) -> None:
-        self.now_s += self._cost.duration_s(plan)
+    def _land(self) -> None:
+        plan, self.now_s = self._in_flight.popleft()
         self._num_steps += 1
         self._num_computed += sum(plan.scheduled.nums_tokens)
         slots = plan.scheduled.sampling_slots
@@ -172,6 +182,7 @@ class Options:
     policies: tuple[SchedulingPolicy, ...]
     num_seqs: int
     num_blocks: int
+    num_stages: int
     batched_tokens: int
     promote_after_s: float
     has_deadlines: bool
@@ -215,7 +226,7 @@ def _run(jobs: Sequence[Job], policy: SchedulingPolicy, options: Options) -> Out
         max_waiting=len(jobs),
         promote_after_s=options.promote_after_s,
     )
-    return Simulation(jobs, config, options.cost, num_blocks=options.num_blocks).run()
+    return Simulation(jobs, config, options.cost, num_blocks=options.num_blocks, num_stages=options.num_stages).run()
 
 
 def _check_cost(cost: StepCost) -> None:

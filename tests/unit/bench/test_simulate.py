@@ -129,6 +129,36 @@ def test_numbers_of_one_replica_by_hand() -> None:
     assert Simulation(jobs[1:2], SchedulerConfig(), cost, num_blocks=8).run().urgent_s is None
 
 
+def test_numbers_of_two_stages_by_hand() -> None:
+    """The first plan has both prompts; then each has a request, and enters a stage when the one before has left it."""
+    jobs = [Job(at_s=0.0, prompt=(1,), num_out=2), Job(at_s=0.0, prompt=(2,), num_out=2)]
+    cost = StepCost(step_s=1.0, token_s=0.5, context_token_s=0.0)
+
+    outcome = Simulation(jobs, SchedulerConfig(), cost, num_blocks=8, num_stages=2).run()
+
+    assert outcome.ttft_s == Distribution.of([2.0, 2.0])
+    assert outcome.completion_s == Distribution.of([2 + 1.5, 2 + 0.75 + 1.5])
+    assert (outcome.output_rate, outcome.num_steps) == (4 / 4.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("cost", "least", "most"),
+    [
+        (StepCost(step_s=0.0, token_s=1.0, context_token_s=0.0), 1.9, 2.0),  # what is to be computed is divided
+        (StepCost(step_s=1.0, token_s=0.0, context_token_s=0.0), 0.9, 1.0),  # each plan has half, and reads weights
+    ],
+)
+def test_two_stages_give_up_to_twice_the_tokens_and_nobody_gets_them_sooner(
+    cost: StepCost, least: float, most: float
+) -> None:
+    def run(num_requests: int, num_stages: int) -> Outcome:
+        jobs = [Job(at_s=0.0, prompt=(1,), num_out=200)] * num_requests
+        return Simulation(jobs, SchedulerConfig(), cost, num_blocks=1000, num_stages=num_stages).run()
+
+    assert least < run(32, 2).output_rate / run(32, 1).output_rate <= most
+    assert run(1, 2).completion_s == run(1, 1).completion_s
+
+
 def test_a_request_that_the_context_ends_came_to_its_end() -> None:
     jobs = [Job(at_s=0.0, prompt=(1,) * 29, num_out=1000), Job(at_s=0.0, prompt=(2,) * 4, num_out=1)]
     cost = StepCost(step_s=1.0, token_s=0.25, context_token_s=0.0)
@@ -233,13 +263,15 @@ def test_requests_are_those_that_the_flags_ask_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cluster", [[], ["--replicas", "2", "--network-ms", "5"]])
-def test_times_are_given_in_units_of_people(cluster: list[str], tmp_path: Path) -> None:
+def test_what_a_replica_is_is_given_in_units_of_people(cluster: list[str], tmp_path: Path) -> None:
     file = tmp_path / "lines"
     arguments = ["simulate", "--requests", "5", "--step-ms", "2", "--token-us", "3", "--context-ns", "4", *cluster]
+    arguments += ["--pipeline-parallel", "3"]
     CliRunner().invoke(app, [*arguments, "--json", str(file)], catch_exceptions=False)
     asked = json.loads(file.read_text())["arguments"]
     replica = asked["replica"] if cluster else asked
     assert replica["cost"] == pytest.approx({"step_s": 2e-3, "token_s": 3e-6, "context_token_s": 4e-9}, rel=1e-9)
+    assert replica["num_stages"] == 3
     assert replica.get("network_s") == (pytest.approx(5e-3) if cluster else None)
 
 

@@ -189,10 +189,11 @@ def test_same_seed_gives_the_same_outcome(policy: PolicyName) -> None:
     assert run() == run()
 
 
+@pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("policy", PolicyName)
-def test_requests_of_replicas_that_die_go_on_elsewhere_with_their_tokens(policy: PolicyName) -> None:
+def test_requests_of_replicas_that_die_go_on_elsewhere_with_their_tokens(policy: PolicyName, num_stages: int) -> None:
     failures = ((3.0, 0), (3.0, 2), (5.0, 1), (12.0, 0))
-    tight = dataclasses.replace(SMALL, num_blocks=60)
+    tight = dataclasses.replace(SMALL, num_blocks=60, num_stages=num_stages)
     simulated = cluster(conversations(150, rate=25), policy, num_routers=2, replica=tight, failures=failures)
 
     outcome = simulated.run()
@@ -453,6 +454,21 @@ def test_replica_without_requests_drains_at_once() -> None:
     time.run(lambda: router.lost_s is not None)
     assert (stopped_s, router.lost_s) == ([1.0], 1.125)
     assert [(at_s, frame.is_draining) for at_s, frame in router.frames] == [(0.0, False), (1.125, True)]
+
+
+def test_stages_of_a_replica_work_on_a_step_each() -> None:
+    """Steps of "a": from 1 to 1.5, with "b" to 2, and to 2.5; of "b", a stage behind it: to 2.75."""
+    time, router, replica = one_replica(num_stages=2)
+    time.at(1.0, lambda: replica.submit(router, sixteen("a"), 4))
+    time.at(1.25, lambda: replica.submit(router, sixteen("b"), 4))  # when the step in flight is done
+    time.at(2.375, replica.die)
+    time.run(lambda: router.lost_s is not None)
+    assert [(at_s, output.request_id) for at_s, output in router.outputs] == [
+        (1.625, "a"),
+        *[(2.125, "a"), (2.125, "b")],
+    ]
+    assert replica.num_steps == 4
+    assert replica.busy_s == 0.25 + 0.25 + (0.25 + 0.125) / 2 + 0.125 / 2, "of each stage, in the mean"
 
 
 def test_frames_tell_the_load_and_the_blocks() -> None:
