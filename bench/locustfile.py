@@ -164,9 +164,10 @@ class CompletionsUser(HttpUser):
                         has_end = True
                         continue
                     chunk, end_s = Chunk.decode(data), time.perf_counter()
-                    if any(choice.has_text for choice in chunk.choices):
+                    choices = chunk.choices or ()
+                    if any(choice.has_text for choice in choices):
                         times_s.append(end_s)
-                    has_end |= any(choice.is_last for choice in chunk.choices)
+                    has_end |= any(choice.is_last for choice in choices)
                     if chunk.usage is not None:
                         num_tokens = chunk.usage.completion_tokens
                     if chunk.error is not None:

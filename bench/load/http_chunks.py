@@ -54,15 +54,19 @@ class ChunkError(Struct):
 
     message: str | None = ""
     type: str | None = ""
+    code: object = None
+    """The HTTP status, or any word."""
 
 
 class Chunk(Struct):
     """One event of a stream, or the body of a refusal."""
 
-    choices: list[ChunkChoice] = []
+    choices: list[ChunkChoice] | None = None
     usage: ChunkUsage | None = None
     error: ChunkError | str | None = None
     """Some services have only a text."""
+    kind: object = msgspec.field(default=None, name="object")
+    """"error": the event is the error itself, as of vLLM."""
 
     @property
     def reason(self) -> str:
@@ -73,9 +77,13 @@ class Chunk(Struct):
     def decode(data: bytes) -> "Chunk":
         """Read JSON. Raises msgspec.DecodeError."""
         try:
-            return _DECODER.decode(data)
+            chunk = _DECODER.decode(data)
+            if chunk.kind == "error" and chunk.error is None:
+                chunk.error = _ERROR_DECODER.decode(data)
+            return chunk
         except UnicodeDecodeError as error:
             raise msgspec.DecodeError(f"it is not UTF-8: {error}") from error
 
 
 _DECODER = msgspec.json.Decoder(Chunk)
+_ERROR_DECODER = msgspec.json.Decoder(ChunkError)

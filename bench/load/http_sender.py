@@ -122,7 +122,7 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
         chunk = Chunk.decode(data)
         if chunk.error is not None:
             raise CallError(_kind_of_error(chunk.error), chunk.reason)
-        for choice in chunk.choices:
+        for choice in chunk.choices or ():
             if choice.has_text:
                 received(1)
             elif choice.is_last:
@@ -179,4 +179,8 @@ _KINDS_OF_TYPES = {
 
 def _kind_of_error(error: ChunkError | str) -> ErrorKind:
     """Return the kind of an error that comes in the middle of a stream, where there is no status."""
-    return ErrorKind.SERVER if isinstance(error, str) else _KINDS_OF_TYPES.get(error.type or "", ErrorKind.SERVER)
+    if isinstance(error, str):
+        return ErrorKind.SERVER
+    if isinstance(error.code, int) and 400 <= error.code < 600:
+        return _kind_of(error.code)
+    return _KINDS_OF_TYPES.get(error.type or "", ErrorKind.SERVER)

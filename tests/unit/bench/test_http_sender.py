@@ -136,6 +136,30 @@ async def test_an_answer_whose_reason_to_end_is_an_empty_text_goes_on(is_whole: 
     assert received == ([1, 1, 0] if is_whole else [1, 1])
 
 
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize(("code", "kind"), [(400, ErrorKind.BAD_REQUEST), (None, ErrorKind.SERVER)])
+@pytest.mark.parametrize("is_flat", [True, False])
+async def test_error_of_vllm_is_told_by_its_code(code: int | None, kind: ErrorKind, is_flat: bool, status: int) -> None:
+    error = {"object": "error", "message": "sorry", "type": "OwnError", "param": None, "code": code}
+    body = error if is_flat else {"error": error}
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response(body, status=400) if status == 400 else web.Response(body=streamed(ONE_TOKEN, body))
+
+    async with answering(complete) as sender:
+        with pytest.raises(CallError, match=r"^sorry$") as failed:
+            await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None)
+    assert failed.value.kind is (kind if status == 200 else ErrorKind.BAD_REQUEST)
+
+
+async def test_a_chunk_may_have_no_choices() -> None:
+    async def complete(request: web.Request) -> web.Response:
+        return web.Response(body=streamed({"choices": None}, {}, ONE_TOKEN, {"choices": None}))
+
+    async with answering(complete) as sender:
+        assert await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("error", "reason"), [("sorry", "sorry"), ({"message": "sorry", "type": None}, "sorry"), ({"message": None}, "")]
 )
