@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.errors import BenchConfigError
 from bench.load.calls import draw_ids
 from bench.load.dataset_files import TraceLimits, read_trace
 from bench.simulation.step_cost import StepCost
@@ -80,7 +81,7 @@ def read_jobs(path: Path, num_jobs: int, *, rate: float | None, seed: int) -> li
     trace = read_trace(path, limits=TraceLimits(), vocab_size=_VOCAB_SIZE, seed=seed)
     sessions = list(itertools.islice(trace, num_jobs))
     recorded_s = [session.at_s for session in sessions if session.at_s is not None]
-    times_s = _stretch(recorded_s, rate) if recorded_s else draw_times(rate or DEFAULT_RATE, rng)
+    times_s = stretch(recorded_s, rate) if recorded_s else draw_times(rate or DEFAULT_RATE, rng)
     return [
         Job(at_s=at_s, prompt=tuple(call.prompt), num_out=call.num_out, priority=rng.randrange(3))
         for at_s, (call,) in zip(times_s, (session.calls for session in sessions), strict=False)
@@ -88,11 +89,18 @@ def read_jobs(path: Path, num_jobs: int, *, rate: float | None, seed: int) -> li
     ]
 
 
-def _stretch(times_s: Sequence[float], rate: float | None) -> list[float]:
-    """From the first on, so many per second; None: as fast as they were."""
-    first_s, last_s = times_s[0], times_s[-1]
-    stretch = 1.0 if rate is None else len(times_s) / rate / max(1e-9, last_s - first_s)
-    return [(at_s - first_s) * stretch for at_s in times_s]
+def stretch(times_s: Sequence[float], rate: float | None, *, num_copies: int = 1, shift_s: float = 0.0) -> list[float]:
+    """The times of one of so many copies of a trace: from the first on, a shift later, and stretched until all copies
+    together have the rate; None: as fast as they were.
+
+    Raises BenchConfigError where all times are the same, and so at no rate.
+    """
+    first_s, span_s = times_s[0], times_s[-1] - times_s[0]
+    if rate is not None and rate < math.inf and len(times_s) > 1 and not span_s:
+        seen = f"--rate is {rate:g}, and all {len(times_s)} requests of the trace have the same time"
+        raise BenchConfigError(f"{seen}; allowed: no --rate, which sends them at once, or a trace without times")
+    factor = 1.0 if rate is None else len(times_s) * num_copies / rate / max(1e-9, span_s)
+    return [(at_s + (shift_s - first_s)) * factor for at_s in times_s]
 
 
 def with_deadlines(jobs: Sequence[Job], cost: StepCost, *, factors: Sequence[float], seed: int) -> list[Job]:

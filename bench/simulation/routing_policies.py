@@ -27,7 +27,7 @@ from bench.load.statistics import Distribution
 from bench.result_line import append_line, check_line_file
 from bench.simulation.cluster import ClusterOutcome, ClusterSettings, SimulatedCluster
 from bench.simulation.controller import Autoscaling, FleetSettings
-from bench.simulation.jobs import draw_times
+from bench.simulation.jobs import draw_times, stretch
 from bench.simulation.quiet_loggers import only_errors
 from bench.simulation.replica import ReplicaSettings
 from bench.simulation.report import outcomes_line, print_outcomes
@@ -225,11 +225,10 @@ def _copies(options: ClusterOptions, trace: Path) -> Iterator[Session]:
 
 def _recorded_times(options: ClusterOptions, recorded_s: Sequence[float]) -> list[list[float]]:
     """Yield the times of the trace for each copy, from 0 on, a little later in all copies but the first."""
-    span_s = max(1e-9, recorded_s[-1] - recorded_s[0])
-    stretch = 1.0 if options.rate is None else len(recorded_s) * options.num_copies / options.rate / span_s
+    largest_shift_s = _LARGEST_SHIFT * (recorded_s[-1] - recorded_s[0])
     rng = random.Random(options.seed)
-    shifts_s = [0.0, *(rng.uniform(0, _LARGEST_SHIFT * span_s) for _ in range(options.num_copies - 1))]
-    return [[(at_s + (shift_s - recorded_s[0])) * stretch for at_s in recorded_s] for shift_s in shifts_s]
+    shifts_s = [0.0, *(rng.uniform(0, largest_shift_s) for _ in range(options.num_copies - 1))]
+    return [stretch(recorded_s, options.rate, num_copies=options.num_copies, shift_s=shift_s) for shift_s in shifts_s]
 
 
 def _drawn_times(options: ClusterOptions) -> list[Iterator[float]]:

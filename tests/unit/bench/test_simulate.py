@@ -197,6 +197,16 @@ def test_times_of_a_trace_are_stretched_to_the_rate(tmp_path: Path, rate: float 
     assert [job.at_s for job in read_jobs(trace, 2000, rate=rate, seed=1)] == pytest.approx(times_s)
 
 
+@pytest.mark.parametrize("cluster", [[], ["--replicas", "2", "--copies", "2"]])
+def test_requests_of_one_time_cannot_be_stretched_to_a_rate(tmp_path: Path, cluster: list[str]) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", 3000, 3000)
+    arguments = ["simulate", "--trace", str(trace), *cluster]
+    with pytest.raises(BenchConfigError, match="--rate is 5, and all 2 requests of the trace have the same time"):
+        CliRunner().invoke(app, [*arguments, "--rate", "5"], catch_exceptions=False)
+    for rest in ([], ["--rate", "inf"], ["--rate", "5", "--requests", "1"]):
+        assert CliRunner().invoke(app, [*arguments, *rest], catch_exceptions=False).exit_code == 0
+
+
 def test_requests_that_take_no_time_alone_are_refused() -> None:
     arguments = ["simulate", "--step-ms", "0", "--token-us", "0", "--context-ns", "40", "--requests", "10"]
     with pytest.raises(BenchConfigError, match="--step-ms is 0 and --token-us is 0; allowed: one of them more than 0"):
