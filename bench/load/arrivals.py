@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from bench.errors import BenchConfigError
 
+_MIN_BURSTINESS = 1e-3
+"""Bursts have about one over it sessions, all of which are sent however short the duration is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
@@ -20,10 +23,9 @@ class OpenLoop:
     def __post_init__(self) -> None:
         if not self.rate > 0:
             raise BenchConfigError(f"--rate is {self.rate:g}; allowed: more than 0 (inf: all at once)")
-        if not self.burstiness > 0:
-            raise BenchConfigError(
-                f"--burstiness is {self.burstiness:g}; allowed: more than 0 (1: Poisson; less: bursts; inf: even)"
-            )
+        if not self.burstiness >= _MIN_BURSTINESS:
+            allowed = f"at least {_MIN_BURSTINESS:g} (1: Poisson; less: bursts; inf: even)"
+            raise BenchConfigError(f"--burstiness is {self.burstiness:g}; allowed: {allowed}")
 
     @property
     def is_at_once(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from weft.limits import MAX_TEMPERATURE
 
 from cluster.cli_flags import MAX_TIMEOUT_S
 from router.tls import INNER_NAME
@@ -84,11 +85,18 @@ class RankFlags:
     peak_bandwidth: Annotated[
         float | None,
         of_output(
-            min=1e-3, help="GB/s of a GPU's memory, or a CPU node's. Default: measured, where ranks are on CPUs here."
+            min=1e-3,
+            max=1e9,
+            help="GB/s of a GPU's memory, or a CPU node's. Default: measured, where ranks are on CPUs here.",
         ),
     ] = None
     peak_flops: Annotated[
-        float | None, of_output(min=1e-3, help="GFLOP/s of a GPU, or a CPU node's. Default: as for --peak-bandwidth.")
+        float | None,
+        of_output(
+            min=1e-3,
+            max=1e9,
+            help="GFLOP/s of a GPU, or a CPU node's. Default: as for --peak-bandwidth.",
+        ),
     ] = None
 
 
@@ -134,10 +142,12 @@ class PromptFlags:
     length_scale: Annotated[float, of_prompts(help="Multiplies all lengths of a trace.")] = 1.0
     max_input_tokens: Annotated[int | None, of_prompts(min=1, help="Longer prompts of a trace are cut.")] = None
     max_output_tokens: Annotated[int | None, of_prompts(min=1, help="Longer outputs of a trace are cut.")] = None
-    temperature: Annotated[float, of_prompts(min=0, help="0: greedy.")] = 0.0
+    temperature: Annotated[float, of_prompts(min=0, max=MAX_TEMPERATURE, help="0: greedy.")] = 0.0
     top_k: Annotated[int | None, of_prompts(min=0, help="0: off. Default: as the service has it, else off.")] = None
     top_p: Annotated[float | None, of_prompts(min=1e-6, max=1, help="1: off. Default: as for --top-k.")] = None
-    repetition_penalty: Annotated[float | None, of_prompts(min=1e-6, help="1: off. Default: as for --top-k.")] = None
+    repetition_penalty: Annotated[
+        float | None, of_prompts(min=1e-6, max=1e6, help="1: off. Default: as for --top-k.")
+    ] = None
     ignore_eos: Annotated[
         bool, of_prompts("--ignore-eos/--no-ignore-eos", help="Always generate to the full length.")
     ] = True
@@ -148,7 +158,9 @@ class PromptFlags:
 class SessionFlags:
     """What only a service is sent."""
 
-    think_time: Annotated[float, of_prompts(min=0, help="Seconds between the calls of a session.")] = 0.0
+    think_time: Annotated[
+        float, of_prompts(min=0, max=MAX_TIMEOUT_S, help="Seconds between the calls of a session.")
+    ] = 0.0
     vocab_size: Annotated[
         int | None, of_prompts(min=1, help="Random ids are below it. Default: the model's; HTTP: 500.")
     ] = None

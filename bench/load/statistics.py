@@ -44,8 +44,8 @@ class Targets:
     def __post_init__(self) -> None:
         for name in ("ttft", "tpot", "e2e"):
             target_s = getattr(self, f"{name}_s")
-            if target_s is not None and not target_s > 0:
-                raise BenchConfigError(f"--{name}-target is {target_s * 1000:g} ms; allowed: more than 0")
+            if target_s is not None and not 0 < target_s < math.inf:
+                raise BenchConfigError(f"--{name}-target is {target_s * 1000:g} ms; allowed: a number more than 0")
 
     def are_met(self, record: CallRecord) -> bool:
         """Return whether an answered request kept all. One without a second token has no TPOT to keep; where no token

@@ -293,7 +293,7 @@ def test_arrivals_are_the_same_for_the_same_seed() -> None:
     [
         (lambda: OpenLoop(rate=0), r"--rate is 0; allowed: more than 0"),
         (lambda: OpenLoop(rate=float("nan")), r"--rate is nan"),
-        (lambda: OpenLoop(rate=1, burstiness=0), r"--burstiness is 0; allowed: more than 0"),
+        (lambda: OpenLoop(rate=1, burstiness=0), r"--burstiness is 0; allowed: at least 0.001"),
         (lambda: OpenLoop(rate=1, burstiness=float("nan")), r"--burstiness is nan"),
         (lambda: Replay(speed=0), r"--speed is 0"),
         (lambda: ClosedLoop(concurrency=0), r"--concurrency is 0; allowed: 1 or more"),

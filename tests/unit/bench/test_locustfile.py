@@ -25,9 +25,8 @@ COMMAND = [sys.executable, "-m", "locust", "-f", str(REPOSITORY / "bench" / "loc
 
 TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
 EMPTY = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
-WHOLE = (
-    TOKEN * 3 + b'data: {"choices": null, "usage": {"prompt_tokens": 1, "completion_tokens": 3}}\n\ndata: [DONE]\n\n'
-)
+USAGE = b'data: {"choices": null, "usage": {"prompt_tokens": 1, "completion_tokens": 3}}\n\n'
+WHOLE = TOKEN * 3 + USAGE + b"data: [DONE]\n\n"
 CUT = b'data: {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}\n\n'
 
 

@@ -562,10 +562,14 @@ def test_files_that_cannot_be_written_are_told_before_anything_is_sent(tmp_path:
     assert "cannot be written: No such file" in str(result.exception)
 
 
-def test_a_top_p_that_no_service_takes_is_refused_at_its_flag() -> None:
-    result = CliRunner().invoke(app, ["bench", "serve", "--top-p", "0"])
+@pytest.mark.parametrize(
+    ("flag", "number"),
+    [("--top-p", "0"), ("--temperature", "1e37"), ("--repetition-penalty", "inf"), ("--think-time", "inf")],
+)
+def test_a_number_that_no_service_takes_is_refused_at_its_flag(flag: str, number: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", flag, number])
     assert result.exit_code == 2
-    assert "Invalid value for '--top-p'" in result.output
+    assert f"Invalid value for '{flag}'" in result.output
 
 
 def test_address_says_the_protocol() -> None:
@@ -610,8 +614,9 @@ def test_flags_that_nothing_looks_at_are_found() -> None:
         (["--protocol", "smtp"], "--protocol is 'smtp'; allowed: grpc, http"),
         (["--concurrency", ""], "--concurrency is ''"),
         (["--rate", "nan"], "--rate is nan; allowed: more than 0"),
-        (["--rate", "4", "--burstiness", "0"], "--burstiness is 0; allowed: more than 0"),
+        (["--rate", "4", "--burstiness", "0"], "--burstiness is 0; allowed: at least 0.001 (1: Poisson"),
         (["--e2e-target", "-1"], "--e2e-target is -1 ms"),
+        (["--tpot-target", "inf"], "--tpot-target is inf ms; allowed: a number"),
         (["--protocol", "grpc", "--url", "http://a"], "'http://a', and --protocol grpc; allowed with it: --router"),
         (["--router", "http://a:1"], "--router is 'http://a:1'; allowed: host:port"),
         (["--router", "a:65536"], "--router: 'a:65536' is no address; allowed: host:port"),

@@ -154,7 +154,7 @@ def test_run_in_which_all_fail_has_numbers_too() -> None:
 
 
 def test_targets_must_be_positive() -> None:
-    with pytest.raises(BenchConfigError, match=r"--ttft-target is 0 ms; allowed: more than 0"):
+    with pytest.raises(BenchConfigError, match=r"--ttft-target is 0 ms; allowed: a number more than 0"):
         Targets(ttft_s=0.0)
     with pytest.raises(BenchConfigError, match=r"--e2e-target is nan ms"):
         Targets(e2e_s=float("nan"))
