@@ -29,7 +29,7 @@ from bench.errors import BenchConfigError  # noqa: E402
 from bench.load.calls import Call, Chat, Prompt  # noqa: E402
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions  # noqa: E402
 from bench.load.flags import parse_lengths  # noqa: E402
-from bench.load.http_chunks import Chunk  # noqa: E402
+from bench.load.http_chunks import Chunk, refusal_of  # noqa: E402
 from router.client import Client, ClientError, OverloadedError, UnavailableError  # noqa: E402
 from router.client_values import Collector  # noqa: E402
 from router.errors import RouterConfigError  # noqa: E402
@@ -149,7 +149,9 @@ class CompletionsUser(HttpUser):
         with self.client.post(
             f"/v1/{path}", json=body, stream=True, catch_response=True, name="headers", timeout=300
         ) as response:
-            if response.status_code != HTTPStatus.OK:  # which Locust counts as a failure
+            if response.status_code != HTTPStatus.OK:  # which Locust counts as a failure, without what it says
+                if words := response.status_code and refusal_of(response.content):
+                    response.failure(f"{response.status_code}: {words}")
                 if response.status_code in _TURNED_AWAY:
                     time.sleep(_TURNED_AWAY_PAUSE_S)
                 return

@@ -85,5 +85,14 @@ class Chunk(Struct):
             raise msgspec.DecodeError(f"it is not UTF-8: {error}") from error
 
 
+def refusal_of(body: bytes) -> str:
+    """Return what a refusal says, in OpenAI's form or as it is."""
+    try:
+        chunk = Chunk.decode(body)
+    except msgspec.DecodeError:
+        chunk = Chunk()
+    return chunk.reason or body.decode(errors="replace")[:500]
+
+
 _DECODER = msgspec.json.Decoder(Chunk)
 _ERROR_DECODER = msgspec.json.Decoder(ChunkError)

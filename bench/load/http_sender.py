@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from bench.errors import BenchError
 from bench.load.calls import Call, Chat
-from bench.load.http_chunks import Chunk, ChunkError
+from bench.load.http_chunks import Chunk, ChunkError, refusal_of
 from bench.load.records import CallError, ErrorKind, Usage
 from bench.load.sender import Received, ServedModel, Target, choose_model
 
@@ -82,7 +82,7 @@ class HttpSender:
                 server_hostname=self._server_name,
             ) as response:
                 if response.status != HTTPStatus.OK:
-                    message = _message_of(await response.read()) or f"status {response.status}, and no more"
+                    message = refusal_of(await response.read()) or f"status {response.status}, and no more"
                     raise CallError(_kind_of(response.status), message)
                 return await _read_answer(response.content, received)
         except (msgspec.DecodeError, HttpProcessingError) as error:  # the latter also for a line without end
@@ -142,15 +142,6 @@ async def _read_rest(content: aiohttp.StreamReader) -> None:
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(_END_TIMEOUT_S):
             await content.read()
-
-
-def _message_of(body: bytes) -> str:
-    """Return what a refusal says, in OpenAI's form or as it is."""
-    try:
-        chunk = Chunk.decode(body)
-    except msgspec.DecodeError:
-        chunk = Chunk()
-    return chunk.reason or body.decode(errors="replace")[:500]
 
 
 def _kind_of(status: int) -> ErrorKind:

@@ -33,7 +33,7 @@ CUT = b'data: {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "comple
 FAILURES = ("gone", "full", "wrong", "broken", "cut", "error")
 
 
-async def test_every_failure_over_http_is_counted() -> None:
+async def test_every_failure_over_http_is_counted_and_told(tmp_path: Path) -> None:
     if find_spec("locust") is None:  # to import it here would make this process cooperative
         pytest.skip("needs locust")
     keys, failures, num_whole = set[str | None](), iter(FAILURES), 0
@@ -49,7 +49,7 @@ async def test_every_failure_over_http_is_counted() -> None:
             case "full":
                 return web.Response(status=503)
             case "wrong":
-                return web.Response(status=400)
+                return web.json_response({"error": {"message": "no such model"}}, status=400)
             case "broken":
                 response = web.StreamResponse()
                 await response.prepare(request)
@@ -74,7 +74,7 @@ async def test_every_failure_over_http_is_counted() -> None:
     async with TestServer(service) as server:
         arguments = [
             *("CompletionsUser", "--users", "1", "--host", f"http://{server.host}:{server.port}"),
-            *("--api-key", "wk-1", "--exit-code-on-error", "0"),
+            *("--api-key", "wk-1", "--exit-code-on-error", "0", "--csv", str(tmp_path / "locust")),
         ]
         for run_time in ("5s", "60s"):  # a busy machine may not come past the failures in the first
             failures, num_whole = iter(FAILURES), 0
@@ -88,6 +88,9 @@ async def test_every_failure_over_http_is_counted() -> None:
     assert first["min_response_time"] > 150, "text comes long after headers and a first chunk without any"
     assert rows["HTTP", "each further token"]["min_response_time"] < 100
     assert keys == {"Bearer wk-1"}
+    told = (tmp_path / "locust_failures.csv").read_text()
+    for words in ("400: no such model", "503 Server Error", "no more"):
+        assert words in told
 
 
 async def test_a_router_that_wants_a_certificate_is_shown_one(tmp_path: Path) -> None:
