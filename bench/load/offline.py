@@ -59,6 +59,18 @@ class OfflineOptions:
     seed: int
     """Seed of the first repeat; each has the next one, and so other tokens."""
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return how tokens are chosen. Raises InvalidRequestError."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            repetition_penalty=self.repetition_penalty,
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
@@ -109,7 +121,8 @@ def measure_offline(
 
     `tell` is called with the result, also with what there is of it when the rest fails or is interrupted.
 
-    Raises ClusterError, ModelError, EngineError: the model, a setting or a dataset cannot be used.
+    Raises ClusterError, ModelError, EngineError: the model, a setting or a dataset cannot be used; for a dataset that
+    cannot be read, or is too long for the model, before anything is loaded.
     """
     watcher = watcher or OfflineWatcher()
     watcher.begin("find or make the model", None)
@@ -120,6 +133,8 @@ def measure_offline(
     except DeviceError as error:
         raise BenchConfigError(str(error)) from error
     dtype = choose_dtype(config.dtype, folder, device, config.kernels)
+    encode = _Encoder(folder)
+    _check_requests(options, config, encode)
     watcher.begin("load", 1.0)
     started_s = time.perf_counter()
     stats = RankStats()
@@ -129,7 +144,7 @@ def measure_offline(
         watcher.begin("measure the machine", None)
         int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"
         ceiling = measure_ceiling(device, dtype, int8_linears=int8_linears)
-        bench = _Bench(engine, stats, device, ceiling, options, _Encoder(folder))
+        bench = _Bench(engine, stats, device, ceiling, options, encode)
         result = OfflineResult(
             model=folder,
             dtype=str(dtype).removeprefix("torch.")
@@ -180,9 +195,8 @@ class _Bench:
         options = self._options
         watcher.begin(str(dataset.kind), options.repeats + 1)
         for index in range(options.repeats + 1):
-            number = None if dataset.is_workload else options.num_requests
-            sessions = make_sessions(dataset, vocab_size=self._engine.vocab_size, seed=options.seed + index)
-            repeat = self._run_once([self._encode(session) for session in take_calls(sessions, number)], index)
+            sessions = _make_round(dataset, options, index, vocab_size=self._engine.vocab_size)
+            repeat = self._run_once([self._encode(session) for session in sessions], index)
             watcher.reach(index + 1)
             if index:
                 yield repeat
@@ -192,18 +206,10 @@ class _Bench:
         num_steps, stats = engine.stats.num_steps, self._stats
         busy_s, idle_s = stats.model_busy_s, stats.model_idle_s
         read_bytes, flops = stats.model_read_bytes, stats.model_flops
-        sampling = SamplingParams(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            repetition_penalty=options.repetition_penalty,
-            ignore_eos=options.ignore_eos,
-            seed=options.seed,
-        )
         self._device.reset_peak_memory()
         energy_j = self._energy.read_j()
         watch = Stopwatch()
-        records = run_engine(engine, sessions, sampling, cache_salt=f"round {index}")
+        records = run_engine(engine, sessions, options.sampling, cache_salt=f"round {index}")
         span = watch.stop()
         used_j = self._energy.read_j()
         busy_s, idle_s = stats.model_busy_s - busy_s, stats.model_idle_s - idle_s
@@ -220,6 +226,29 @@ class _Bench:
         )
 
 
+def _make_round(dataset: DatasetOptions, options: OfflineOptions, index: int, *, vocab_size: int) -> Iterator[Session]:
+    number = None if dataset.is_workload else options.num_requests
+    return take_calls(make_sessions(dataset, vocab_size=vocab_size, seed=options.seed + index), number)
+
+
+def _check_requests(options: OfflineOptions, config: EngineConfig, encode: "_Encoder") -> None:
+    """Refuse what the engine would refuse when it is loaded. Prompts of later rounds mostly have the same lengths.
+
+    Raises InvalidRequestError, and BenchConfigError, also for a file that cannot be read.
+    """
+    _ = options.sampling  # checked as it is made
+    description = describe_model(Path(config.model))
+    context = config.max_context or description.max_context
+    for dataset in options.datasets:
+        sessions = _make_round(dataset, options, 0, vocab_size=description.vocab_size)
+        longest = max(len(encode.ids(call.prompt)) for session in sessions for call in session.calls)
+        if longest >= context:
+            raise BenchConfigError(
+                f"{dataset.kind}: a prompt has {longest} tokens; allowed: at most {context - 1}, so that one more fits "
+                f"into the model's context of {context}"
+            )
+
+
 class _Encoder:
     """Makes token ids of text and conversations, as a router does."""
 
@@ -229,9 +258,10 @@ class _Encoder:
 
     def __call__(self, session: Session) -> Session:
         """Return the session with token ids."""
-        return replace(session, calls=tuple(Call(prompt=self._ids(c.prompt), num_out=c.num_out) for c in session.calls))
+        return replace(session, calls=tuple(Call(prompt=self.ids(c.prompt), num_out=c.num_out) for c in session.calls))
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt."""
         if isinstance(prompt, tuple):
             return prompt
         if self._tokenizer is None:

@@ -428,6 +428,26 @@ def test_what_offline_cannot_do_is_told(arguments: list[str], error: type[Except
         CliRunner().invoke(app, ["bench", "offline", *arguments], catch_exceptions=False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--dataset", "random", "--input-tokens", "1024"],
+            "random: a prompt has 1024 tokens; allowed: at most 1023, ",
+        ),
+        (["--set", "max_context=128"], "W1: a prompt has 128 tokens; allowed: at most 127, .* context of 128"),
+        (["--dataset", "trace", "--file", "nowhere"], "nowhere cannot be read"),
+        (["--seed", "-1"], "seed is -1; allowed: 0 to"),
+    ],
+)
+def test_what_cannot_be_sent_is_told_before_the_model_is_loaded(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.load.offline.build_engine", None)
+    with pytest.raises((BenchConfigError, InvalidRequestError), match=message):
+        CliRunner().invoke(app, ["bench", "offline", "--model", "weft-tiny", *arguments], catch_exceptions=False)
+
+
 @pytest.mark.usefixtures("known_ceiling")
 def test_no_round_finds_the_prefixes_of_another(tmp_path: Path) -> None:
     file, lines = tmp_path / "prompts.jsonl", tmp_path / "lines"
