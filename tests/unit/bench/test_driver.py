@@ -188,7 +188,7 @@ async def test_failed_call_ends_its_session_and_nothing_else(time: VirtualTime) 
     run = await drive(time, service, ClosedLoop(concurrency=1), iter([Session(calls=calls)] * 2))
     assert [record.error and record.error.kind for record in run.records] == [None, ErrorKind.OVERLOADED] * 2
     assert len(service.sent) == 4
-    assert run.num_unsent == 4
+    assert (run.num_unsent, run.num_calls) == (4, 8)
 
 
 async def test_closed_loop_does_not_hammer_a_service_that_turns_it_away(time: VirtualTime) -> None:

@@ -87,6 +87,10 @@ def test_rates_are_over_the_whole_run() -> None:
     assert summary.goodput is None
 
 
+def test_rates_of_a_run_shorter_than_a_second_are_over_it() -> None:
+    assert summarize([answered(10.0, [10.25, 10.5])]).output_rate == 4.0
+
+
 def test_each_distribution_is_of_its_own_times() -> None:
     summary = summarize([answered(1.0, [1.5, 2.5, 5.5], due_s=0.75)])
     distributions = (summary.ttft_s, summary.tpot_s, summary.itl_s, summary.e2e_s, summary.lag_s)
