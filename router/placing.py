@@ -28,9 +28,10 @@ class Placing:
         self._breaks: list[str] = []
         self._full: set[ReplicaId] = set()
         self._leaving: set[ReplicaId] = set()
+        self._left: set[ReplicaId] = set()
         self._seeking_since_s: float | None = None
-        """When the wait for a replica that gives tokens began; a replica that breaks begins it anew, refusals do not.
-        None: there is none."""
+        """When the wait for a replica that gives tokens began; one that breaks begins it anew, and so does each that
+        leaves, once. None: there is none."""
 
     @property
     def has_begun(self) -> bool:
@@ -87,20 +88,23 @@ class Placing:
         self._full.add(replica_id)
 
     def note_leaving(self, replica_id: ReplicaId) -> None:
-        """A replica refused it because it goes away."""
+        """A replica that goes away refused it or gave it back, perhaps after a time in its queue that is longer than
+        the wait for the next one: that begins anew, but not again for the same replica, and so not for ever."""
         self._leaving.add(replica_id)
+        if replica_id not in self._left:
+            self._left.add(replica_id)
+            self._seeking_since_s = None
 
     def note_loss(self, replica_id: ReplicaId, reason: str, *, was_leaving: bool) -> None:
         """The stream to its replica ended. A replica that had said that it leaves has not broken, and any number may
-        leave under one request: as long as none gives tokens, its wait goes on. After a break it begins anew, for a
-        request may have stood in the replica's queue for longer than it may look for the next one.
+        leave under one request (see `note_leaving`). After a break the wait begins anew.
 
         Raises:
             ReplicaFailedError: too many broke.
         """
         self._has_begun = True
         if was_leaving:
-            self._leaving.add(replica_id)
+            self.note_leaving(replica_id)
             return
         self._breaks.append(f"{replica_id} ({reason})")
         if len(self._breaks) >= self._config.max_attempts:

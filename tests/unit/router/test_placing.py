@@ -44,6 +44,7 @@ def test_replicas_that_refused_are_passed_over_once_and_asked_again_after_a_wait
     placing.note_full(A)
     assert placing.find(route, 5.0) == books[1:]
     placing.note_leaving(B)
+    placing.seek(5.0)
     assert not placing.find(route, 5.0)
     assert 0 < placing.wait_s(5.0) < 1
     assert list(placing.find(route, 5.2)) == books
@@ -81,12 +82,35 @@ def test_a_request_that_has_begun_waits_longer_and_says_what_broke() -> None:
         placing.find(route_to(), 80.0)
 
 
-def test_refusals_do_not_begin_the_wait_anew() -> None:
+def test_refusals_do_not_begin_the_wait_anew_for_ever() -> None:
     placing = seeking()
     placing.note_leaving(A)
+    for now_s in (9.0, 18.0):
+        placing.seek(now_s)
+        placing.note_leaving(A)
+    with pytest.raises(NoReplicaError):
+        placing.find(route_to(ready(A)), 19.0)
+    placing = seeking()
+    placing.note_tokens()
+    placing.seek(0.0)
+    placing.note_full(A)
     placing.seek(9.0)
     with pytest.raises(NoReplicaError):
-        placing.find(route_to(ready(A)), 10.5)
+        placing.find(route_to(), 60.0)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_each_replica_that_leaves_begins_the_wait_anew_however_long_its_queue_was(has_begun: bool) -> None:
+    placing, route = seeking(), route_to()
+    for replica_id, left_s in ((A, 120.0), (B, 240.0)):
+        if has_begun:
+            placing.note_loss(replica_id, "drained", was_leaving=True)
+        else:
+            placing.note_leaving(replica_id)
+        placing.seek(left_s)
+        assert not placing.find(route, left_s + 9.0)
+    with pytest.raises(NoReplicaError, match="ready for 60 s" if has_begun else "ready for 10 s"):
+        placing.find(route, 300.0)
 
 
 def test_a_wait_that_begins_anew_has_its_whole_time() -> None:
@@ -107,6 +131,7 @@ def test_request_that_waits_for_nothing_takes_what_is_there(has_begun: bool) -> 
     assert list(placing.find(route_to(*books), 0.1)) == books
     for book in books:
         placing.note_leaving(book.replica_id)
+    placing.seek(0.2)
     with pytest.raises(ReplicaFailedError if has_begun else NoReplicaError, match="ready for 0 s"):
         placing.find(route_to(*books), 0.2)
 
