@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import grpc
 from weft.v1 import control_pb2
@@ -82,6 +83,8 @@ class Directory:
         self._turns = Turns()
         self._changed = asyncio.Event()
         self._routes: dict[str, ModelRoute] = {}
+        self._used_routes: WeakValueDictionary[str, ModelRoute] = WeakValueDictionary()
+        """Also those of models that have gone, while requests for them are in flight."""
         self._is_known = False
         self._tasks: asyncio.TaskGroup | None = None
         self._reporter = DemandReporter(
@@ -148,7 +151,7 @@ class Directory:
             if served.name in self._routes:
                 self._routes[served.name].update(served)
             else:
-                self._routes[served.name] = ModelRoute(served, self._make_policy(served.name))
+                self._routes[served.name] = self._begin_route(served)
         names = {served.name for served in membership.models}
         wanted = {(each.model, each.replica_id): each for each in membership.replicas if each.model in names}
         for route in self._routes.values():
@@ -164,6 +167,15 @@ class Directory:
         self._routes = {name: route for name, route in self._routes.items() if name in names}
         self._is_known = True
         self._notify()
+
+    def _begin_route(self, served: ServedModel) -> ModelRoute:
+        """Return the route of a model that comes, or comes back: requests that are still in flight find it again."""
+        route = self._used_routes.get(served.name)
+        if route is None:
+            route = self._used_routes[served.name] = ModelRoute(served, self._make_policy(served.name))
+        else:
+            route.come_back(served)
+        return route
 
     def _make_policy(self, model: str) -> Policy:
         seed = self._rng.getrandbits(64)  # a generator of its own: nobody else draws from it between two choices

@@ -87,6 +87,8 @@ class Route(Generic[LinkT]):
         self.policy = policy
         self.index = PrefixIndex()
         self.links: dict[ReplicaId, LinkT] = {}
+        self._removed: list[LinkT] = []
+        """Links that were removed and may have requests still."""
         self.block_size: int | None = None
         """Tokens in a block; None until a replica was connected."""
         self.num_open = 0
@@ -136,7 +138,7 @@ class Route(Generic[LinkT]):
     @property
     def demand(self) -> Demand:
         """What clients ask of it, for the controller."""
-        num_placed = sum(link.load.num_own_requests for link in self.links.values())
+        num_placed = sum(link.load.num_own_requests for link in (*self.links.values(), *self._removed))
         return Demand(
             num_held=max(0, self.num_open - num_placed), num_finished=self.num_finished, num_on_time=self.num_on_time
         )
@@ -148,6 +150,11 @@ class Route(Generic[LinkT]):
         self.target_ttft_s, self.target_tpot_s = served.target_ttft_s, served.target_tpot_s
         self._served_context = served.max_context
         self.note_change()
+
+    def come_back(self, served: ServedModel) -> None:
+        """Membership names the model again; what was reported of it counts anew."""
+        self.num_finished = self.num_on_time = 0
+        self.update(served)
 
     def accept(self, snapshot: replica_pb2.Snapshot) -> bool:
         """Learn from a replica's snapshot; False when its blocks are hashed otherwise than those of the others."""
@@ -198,9 +205,11 @@ class Route(Generic[LinkT]):
         self.note_change()
 
     def remove(self, replica_id: ReplicaId) -> LinkT:
-        """Remove a replica that is no longer the model's, and return its link."""
+        """Remove a replica that is no longer the model's, and return its link; it may end the requests that it has."""
         self.note_change()
-        return self.links.pop(replica_id)
+        link = self.links.pop(replica_id)
+        self._removed = [each for each in (*self._removed, link) if each.load.num_own_requests]
+        return link
 
     def note_change(self) -> None:
         """A link has become ready or unready, or its breaker has opened or closed."""

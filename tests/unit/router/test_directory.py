@@ -148,6 +148,34 @@ async def test_model_that_is_no_longer_served_is_not_found() -> None:
         assert directory.resolve("").name == "big"
 
 
+async def test_request_of_a_model_that_is_named_again_goes_on_at_its_new_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.demand.REPORT_S", 0.05)
+    async with (
+        FakeControl() as control,
+        FakeReplica("a", paused=True) as a,
+        FakeReplica("b") as b,
+        running_router(router_config(control=control.address)) as router,
+    ):
+        control.set_replicas({"a": a.address})
+        await router.wait_ready(1)
+        asking = asyncio.create_task(router.generate(text_request("hello")))
+        await a.wait_until(lambda: a.num_requests == 1)
+        await a.step()
+        control.set_replicas({}, models=("other",))
+        await router.wait_ready(-1)
+        control.set_replicas({"b": b.address})
+        await router.wait_ready(1)
+        num_reports = len(control.reports)
+        await until(lambda: len(control.reports) > num_reports)
+        assert control.num_held == 0, "its first replica still has it"
+        a.break_streams()
+        answer = await asking
+    assert answer.finished is not None
+    assert list(answer.finished.replica_ids) == ["a", "b"]
+
+
 async def test_last_membership_stays_while_the_controller_is_away() -> None:
     control, port = FakeControl(), unlisted_port()
     await control.start(port)
