@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 import yaml
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
 _RELOAD_S = 5.0
+_Rate: TypeAlias = Annotated[float, Meta(ge=1e-3, le=1e15)]  # beyond, times until the next request are no numbers
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,8 +45,8 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     name: Annotated[str, Meta(min_length=1)]
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
-    requests_per_minute: Annotated[float, Meta(gt=0)] | None = None
-    tokens_per_minute: Annotated[float, Meta(gt=0)] | None = None
+    requests_per_minute: _Rate | None = None
+    tokens_per_minute: _Rate | None = None
     isolate_cache: bool = False
 
 

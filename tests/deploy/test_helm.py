@@ -657,7 +657,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     ("entry", "reason"),
     [
         ({"sha256": "zz"}, "keys.0.sha256: Does not match pattern"),
-        ({"requests_per_minute": 0}, "keys.0.requests_per_minute: Must be greater than 0"),
+        ({"requests_per_minute": 0}, "keys.0.requests_per_minute: Must be greater than or equal to 0.001"),
         ({"name": "b"}, "keys[1].name is b as another one's is"),
         ({"sha256": hash_key("b")}, "as another one's is; allowed: one of its own"),
     ],

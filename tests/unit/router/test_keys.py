@@ -154,8 +154,12 @@ def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
         ),
         (f"keys: [{{name: '', sha256: {hash_key('a')}}}]", r"Expected `str` of length >= 1 - at `\$\.keys\[0\]\.name`"),
         (
-            f"keys: [{{name: a, sha256: {hash_key('a')}, requests_per_minute: 0}}]",
-            r"Expected `float` > 0\.0 - at `\$\.keys\[0\]\.requests_per_minute`",
+            f"keys: [{{name: a, sha256: {hash_key('a')}, requests_per_minute: 1e-320}}]",
+            r"Expected `float` >= 0\.001 - at `\$\.keys\[0\]\.requests_per_minute`",
+        ),
+        (
+            f"keys: [{{name: a, sha256: {hash_key('a')}, tokens_per_minute: .inf}}]",
+            r"Expected `float` <= 1000000000000000\.0 - at `\$\.keys\[0\]\.tokens_per_minute`",
         ),
         (f"keys: [{{name: a, sha256: {hash_key('a')}, tokens: 1}}]", "unknown field `tokens`"),
         (
