@@ -227,13 +227,14 @@ class _Front:
         parse: Callable[[bytes], _AskedToGenerate],
         kind: type[Renderer],
     ) -> Exchange:
-        caller = self._caller(request)
-        body = await _read_body(request, self._max_body_bytes)
         try:
-            asked = parse(body)
+            caller = self._caller(request)
+            asked = parse(await _read_body(request, self._max_body_bytes))
             return self._exchange(asked, kind, _named(caller, asked, request))
-        except RouterError as error:
-            self._dispatch.refuse(error, request_id=kind.id_prefix + caller.request_id, tenant=caller.tenant)
+        except (RouterError, HTTPException) as error:
+            tenant = self._identify(request)  # who has no key is refused here too, and not counted
+            refusal = error if isinstance(error, RouterError) else InvalidRequestError(error.detail)
+            self._dispatch.refuse(refusal, request_id=kind.id_prefix + request.state.request_id, tenant=tenant)
             raise
 
     def _exchange(self, asked: _AskedToGenerate, kind: type[Renderer], caller: "_Caller") -> Exchange:

@@ -175,25 +175,27 @@ async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptur
 
 async def test_requests_that_cannot_be_read_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     async with FakeReplica("a") as a:
-        config = router_config(a.address, http_port=0, metrics_port=0, metrics=MetricsConfig(log_requests=True))
+        config = router_config(
+            a.address, http_port=0, metrics_port=0, max_message_bytes=1024, metrics=MetricsConfig(log_requests=True)
+        )
         async with (
             running_router(config) as router,
             httpx.AsyncClient(base_url=f"http://{router.addresses.http}") as http,
         ):
             await router.wait_ready(1)
-            for path, body in (
-                ("completions", "{"),
-                ("completions", '{"n": 0}'),
-                ("chat/completions", '{"messages": 1}'),
+            for path, body, header, status in (
+                ("completions", "{", ("x-request-id", "mine"), 400),
+                ("completions", '{"n": 0}', ("x-request-id", "mine"), 400),
+                ("chat/completions", '{"messages": 1}', ("x-request-id", "mine"), 400),
+                ("completions", "x" * 1025, ("x-request-id", "long"), 413),
+                ("completions", '{"prompt": "x"}', ("content-encoding", "gzip"), 415),
+                ("completions", '{"prompt": "x"}', ("x-request-timeout", "soon"), 400),
+                ("completions", '{"prompt": "x"}', ("x-request-id", "x" * 200), 400),
             ):
-                answer = await http.post(f"/v1/{path}", content=body, headers={"x-request-id": "mine"})
-                assert answer.status_code == 400
+                answer = await http.post(f"/v1/{path}", content=body, headers=(header,))
+                assert answer.status_code == status
             with pytest.raises(grpc.aio.AioRpcError, match="no prompt"):
                 await router.generate(pb.GenerateRequest(request_id="of gRPC"))
-            assert await router.outcomes(4) == {"invalid_argument": 4}
-    assert [request["request_id"] for request in lines(caplog)] == [
-        "cmpl-mine",
-        "cmpl-mine",
-        "chatcmpl-mine",
-        "of gRPC",
-    ]
+            assert await router.outcomes(8) == {"invalid_argument": 8}
+    ids = [request["request_id"] for request in lines(caplog)]
+    assert [*ids[:4], ids[7]] == ["cmpl-mine", "cmpl-mine", "chatcmpl-mine", "cmpl-long", "of gRPC"]
