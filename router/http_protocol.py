@@ -17,6 +17,9 @@ MAX_HEAD_BYTES = 64 << 10
 """Most bytes of a request's line and headers that come in several reads; one read of the event loop may hold 256 KiB.
 Trailers and what else is neither head nor body count too."""
 
+_MAX_BEHIND = 16
+"""So many requests behind the one that is answered are read, for who does not read does not hear that a client left."""
+
 _LAST_BODY_S = 2.0
 """How long a server that stops waits for the rest of a body."""
 
@@ -155,6 +158,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_limit.stop()
         if not self._is_continuing:
             super().on_headers_complete()
+        if 0 < len(self.pipeline) <= _MAX_BEHIND:
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """See httptools."""

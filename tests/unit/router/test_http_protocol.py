@@ -171,17 +171,17 @@ async def test_body_that_nobody_reads_keeps_no_connection_open() -> None:
     assert b"408" not in answer
 
 
-@pytest.mark.parametrize("behind", [b"", LAST], ids=["alone", "with one behind it"])
+@pytest.mark.parametrize("behind", [b"", LAST, HEAD + BODY], ids=["alone", "with one behind it", "with a body"])
 async def test_request_is_aborted_when_its_client_leaves(behind: bytes) -> None:
     async with FakeReplica("a", paused=True) as a, listening(a) as address:
-        _, writer = await asyncio.open_connection(*address)
-        writer.write(HEAD + BODY + behind)
-        async with asyncio.timeout(10):
-            while not a.submits:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        for parts in ((HEAD + BODY + behind,), (HEAD + BODY, behind)):
+            _, writer = await asyncio.open_connection(*address)
+            for part in parts:
+                writer.write(part)
+                await a.wait_until(lambda: a.num_requests == 1, 10)
             writer.close()
-            while not a.aborts:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await a.wait_until(lambda: a.num_requests == 0, 10)
+    assert len(a.submits) == len(a.aborts) == 2
 
 
 async def test_time_of_a_body_ends_with_the_body() -> None:
