@@ -6,12 +6,15 @@ What a request is and how it is answered is the application's business (openai.p
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import httptools
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.config import ClientConfig
+from router.openai_render import error_body
 
 MAX_HEAD_BYTES = 64 << 10
 """Most bytes of a request's line and headers that come in several reads; one read of the event loop may hold 256 KiB.
@@ -92,9 +95,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn."""
-        super().send_400_response(msg)
-        self._watch_rest()
+        """See uvicorn, which answers in plain text."""
+        self._answer_error(HTTPStatus.BAD_REQUEST, msg)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -192,9 +194,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._body_limit.start()
             return
         if not self.cycle.response_started:
-            message = _TOO_SLOW.format(self._body_limit.limit_s).encode()
-            head = b"HTTP/1.1 408 Request Timeout\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
-            self.transport.write(head + b"Content-Length: %d\r\n\r\n" % len(message) + message)
+            self._answer_error(HTTPStatus.REQUEST_TIMEOUT, _TOO_SLOW.format(self._body_limit.limit_s))
+        else:
+            self._watch_rest()
+            self.transport.close()
+
+    def _answer_error(self, status: HTTPStatus, message: str) -> None:
+        """Answer as the application answers errors, and close."""
+        body = msgspec.json.encode(error_body(message, status))
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self._watch_rest()
         self.transport.close()
 

@@ -160,7 +160,18 @@ async def test_body_that_never_ends_is_refused_and_its_connection_closed(parts: 
         answer = await talk(address, *parts)
 
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-    assert answer.endswith(b"The request's body did not come within 0.05 s.")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"] == "The request's body did not come within 0.05 s."
+    assert error["type"] == "invalid_request_error"
+
+
+async def test_bytes_that_are_no_http_are_refused_in_the_form_of_all_errors(address: Address) -> None:
+    head, _, body = (await talk(address, b"GET / HTTP/3.0\r\n\r\n")).partition(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"content-type: application/json" in head
+    assert b"content-length: %d" % len(body) in head
+    assert json.loads(body)["error"]["message"] == "Invalid HTTP request received."
 
 
 async def test_body_that_nobody_reads_keeps_no_connection_open() -> None:
