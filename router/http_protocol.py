@@ -68,6 +68,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._answered = cycle
         if cycle.scope["http_version"] == "1.0":
             app = partial(_answer_unchunked, cycle, app)
+        elif cycle.waiting_for_100_continue:
+            app = partial(_answer_unasked, cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def shutdown(self) -> None:
@@ -240,6 +242,18 @@ async def _answer_unchunked(cycle: RequestResponseCycle, app: Any, scope: Any, r
         await send(message)
 
     await app(scope, receive, send_as_it_is)
+
+
+async def _answer_unasked(cycle: RequestResponseCycle, app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """Answer a client that waits for a 100 Continue: who gets another answer in its place may send no body, and what
+    follows on the connection would be taken for it."""
+
+    async def send_and_close(message: Any) -> None:
+        if cycle.waiting_for_100_continue and cycle.more_body:
+            cycle.keep_alive = False
+        await send(message)
+
+    await app(scope, receive, send_and_close)
 
 
 def bounded_protocol(limits: ClientConfig) -> type[BoundedHttpProtocol]:

@@ -64,6 +64,17 @@ async def test_body_that_is_announced_as_too_long_is_not_waited_for(address: Add
     assert b"larger than" in answer
 
 
+@pytest.mark.parametrize("first", ["nothing", "completions"])
+async def test_connection_ends_where_a_body_was_announced_and_not_asked_for(address: Address, first: str) -> None:
+    """Else the client's next request would be taken for that body."""
+    head = HEAD.replace(b"completions", first.encode()).replace(b"Host: x", b"Host: x\r\nExpect: 100-continue")
+    answer = await talk(address, head.replace(b"Host: x", b"Host: x\r\nX-Request-Timeout: soon"))
+    assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400"))
+    assert b"connection: close" in answer
+    with_body = await talk(address, head + BODY + LAST)
+    assert with_body.endswith(b'{"status":"ok"}'), "a body that has come is no matter"
+
+
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 @pytest.mark.parametrize("cut", [0, 5])
 async def test_request_that_offers_an_upgrade_is_served_as_it_is(address: Address, framing: str, cut: int) -> None:
