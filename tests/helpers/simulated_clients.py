@@ -11,10 +11,11 @@ import grpc
 from weft.v1 import inference_pb2 as pb
 
 HTTP_ERRORS = {
-    "rate_limit_error": "RESOURCE_EXHAUSTED",
+    "rate_limit_exceeded": "RESOURCE_EXHAUSTED",
     "service_unavailable_error": "UNAVAILABLE",
     "timeout_error": "DEADLINE_EXCEEDED",
     "server_error": "INTERNAL",
+    "model_not_found": "NOT_FOUND",
 }
 
 

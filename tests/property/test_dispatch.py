@@ -1,8 +1,8 @@
 """Every request ends once, whole or with a reason, and leaves nothing behind, whatever replicas and clients do.
 
 The whole router but its sockets, in virtual time: both fronts, the dispatcher, the directory and its links. Replicas
-break, hang, lose frames, refuse, drain, come and go, and change their tokenizer; clients leave at any moment, read
-slowly, have deadlines and used-up keys, and ask for several choices.
+break, hang, lose frames, refuse, drain, come and go, and change their tokenizer; the model goes for a while; clients
+leave at any moment, read slowly, have deadlines and used-up keys, and ask for several choices.
 """
 
 import asyncio
@@ -110,6 +110,7 @@ class World:
         self.servicer = InferenceServer(self.dispatcher, self.keys, write_timeout_s=15, reads_trace_context=False)
         self.endpoints = {f"r{i}": self.new_endpoint(f"r{i}", OLD) for i in range(NUM_REPLICAS)}
         self.draining: set[str] = set()
+        self.is_named = True
         self.num_calls = 0
         self.links: set[ReplicaLink] = set()
         self.seen: Counter[str] = Counter()
@@ -128,17 +129,15 @@ class World:
 
     def apply(self) -> None:
         anchor = Endpoint(replica_id=ReplicaId("anchor"), model="anchor", address="anchor")
+        names = ("anchor", MODEL)[: 1 + self.is_named]
         self.directory.apply(
             Membership(
-                models=(
-                    ServedModel(name="anchor", path="/anchor", max_context=0),
-                    ServedModel(name=MODEL, path="/old", max_context=0, digest="old"),
-                ),
+                models=tuple(ServedModel(name=each, path="/old", max_context=0, digest="old") for each in names),
                 replicas=(anchor, *self.endpoints.values()),
                 draining=frozenset(map(ReplicaId, self.draining)),
             )
         )
-        self.links.update(self.directory.resolve(MODEL).links.values())
+        self.links.update(link for route in self.directory.routes for link in route.links.values())
 
     # Replicas
 
@@ -147,7 +146,7 @@ class World:
             await asyncio.sleep(0.05)
             for each in list(self.network.replicas.values()):
                 each.step()
-            if self.directory.resolve(MODEL).find(set(), self.loop.time()):
+            if self.is_named and self.directory.resolve(MODEL).find(set(), self.loop.time()):
                 self.last_found_s = self.loop.time()
             for link in self.links:
                 assert link._unanswered or not link.breaker._is_probing, "no request is the probe"
@@ -158,7 +157,7 @@ class World:
             name = self.rng.choice(list(self.endpoints) or ["r0"])
             kinds: tuple[Callable[[str], Coroutine[Any, Any, None]], ...]
             kinds = (self.break_stream, self.hang, self.lose_frame, self.refuse, self.fail, self.restart, self.drain)
-            kinds += (self.replace, self.dismiss, self.break_all, self.change_keys)
+            kinds += (self.replace, self.dismiss, self.break_all, self.change_keys, self.forget)
             self.troubles.append(self.loop.create_task(self.rng.choice(kinds)(name)))
 
     def replica(self, name: str) -> SimulatedReplica:
@@ -223,6 +222,14 @@ class World:
         self.apply()
         await asyncio.sleep(self.rng.uniform(0, 4))
         self.draining.discard(name)
+        self.apply()
+
+    async def forget(self, _: str) -> None:
+        """The model is removed for a while."""
+        self.is_named, self.last_dismissal_s = False, self.loop.time()
+        self.apply()
+        await asyncio.sleep(self.rng.uniform(0, 2))
+        self.is_named = True
         self.apply()
 
     async def change_keys(self, _: str) -> None:
@@ -315,8 +322,7 @@ class World:
         answers = exchange.answers()
         error = next((each["error"] for each in answers if "error" in each), None)
         if error is not None:
-            assert error["type"] in HTTP_ERRORS, error
-            self.note_error(HTTP_ERRORS[error["type"]], begin_s, timeout_s)
+            self.note_error(HTTP_ERRORS[error["code"] or error["type"]], begin_s, timeout_s)
             return
         by_choice = dict.fromkeys(range(n * len(prompts)), "")
         ends = Counter[int]()
