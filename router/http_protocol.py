@@ -27,6 +27,7 @@ _LAST_BODY_S = 2.0
 """How long a server that stops waits for the rest of a body."""
 
 _TOO_LARGE = "The request's head is too large."
+_STOPS = "The router stops, and the request took longer than it waits."
 _TOO_SLOW = "The request's body did not come within {:g} s."
 
 
@@ -70,7 +71,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             app = partial(_answer_unchunked, cycle, app)
         elif cycle.waiting_for_100_continue:
             app = partial(_answer_unasked, cycle, app)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, partial(self._answer_until_cut_off, cycle, app))
+
+    async def _answer_until_cut_off(
+        self, cycle: RequestResponseCycle, app: Any, scope: Any, receive: Any, send: Any
+    ) -> None:
+        """Answer a request; uvicorn cancels one that outlasts the grace of a stop, and then logs it as a fault."""
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not cycle.response_started and not cycle.disconnected:
+                self._answer_error(HTTPStatus.SERVICE_UNAVAILABLE, _STOPS)
+            self.transport.close()
+            cycle.disconnected = True
 
     def shutdown(self) -> None:
         """See uvicorn: the server stops. A request whose body is not there yet has not begun, and waits no longer."""

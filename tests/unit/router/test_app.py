@@ -370,6 +370,23 @@ async def test_stop_cuts_off_what_outlives_the_grace() -> None:
         await a.wait_until(lambda: a.num_requests == 0)
 
 
+async def test_stop_refuses_over_http_what_outlives_the_grace_unanswered(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeReplica("a", paused=True) as a:
+        async with running_router(router_config(a.address, grace_s=0.0, http_port=0)) as router:
+            await router.wait_ready(1)
+            url, body = f"http://{router.addresses.http}/v1/completions", {"prompt": "hello"}
+            async with httpx.AsyncClient(timeout=20) as http:
+                asking = [asyncio.create_task(http.post(url, json=body | {"stream": s})) for s in (False, True)]
+                await a.wait_until(lambda: a.num_requests == 2)
+                await a.step(3)
+                router.stop.set()
+                assert (await asking[0]).status_code == 503
+                with pytest.raises(httpx.RemoteProtocolError):  # it has begun
+                    await asking[1]
+        await a.wait_until(lambda: a.num_requests == 0)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_whoever_stops_a_router_may_give_it_longer_than_its_settings_do() -> None:
     is_stopping = asyncio.Event()
 
