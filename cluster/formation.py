@@ -23,7 +23,7 @@ from cluster.rank_values import NodeShare, Outcome, RankPlace, RankReport, RankS
 from cluster.ray_errors import in_a_line
 from cluster.ray_nodes import cluster_nodes
 from cluster.revision_files import RevisionText
-from cluster.see_through import ask_until_told, end_actor, see_through
+from cluster.see_through import ask_actor, ask_until_told, end_actor, see_through
 from cluster.spares import SpareKind, leave_spares, spare_options
 from router.config import TracingConfig
 from router.tls import InnerTls
@@ -153,7 +153,7 @@ class Formation:
             return
         try:
             async with asyncio.timeout(grace_s):
-                await self._actors[0].drain.remote()
+                await ask_actor(self._actors[0].drain.remote)
         except (TimeoutError, RayError) as error:
             logger.warning("%s: not drained: %s", self._spec.replica_id, in_a_line(error))
 
@@ -281,7 +281,7 @@ class Formation:
 
     async def _serve(self) -> Outcome:
         """Wait for the first rank to end: a group lives and dies as one."""
-        runs = [asyncio.create_task(_watch(rank, actor.ended.remote())) for rank, actor in enumerate(self._actors)]
+        runs = [asyncio.create_task(_watch(rank, actor)) for rank, actor in enumerate(self._actors)]
         tasks: list[asyncio.Task[Any]] = [*runs]
         try:
             start = asyncio.create_task(self._watch_start())
@@ -304,11 +304,11 @@ class Formation:
 
     async def _watch_start(self) -> Outcome | None:
         """Report progress until the leader serves; an outcome when that takes too long."""
-        ready = asyncio.ensure_future(self._actors[0].ready.remote())
+        ready = asyncio.ensure_future(ask_actor(self._actors[0].ready.remote))
         try:
             async with asyncio.timeout_at(self._start_by_s):
                 while not ready.done():
-                    fractions = await asyncio.gather(*(actor.progress.remote() for actor in self._actors))
+                    fractions = await asyncio.gather(*(ask_actor(actor.progress.remote) for actor in self._actors))
                     self._listener.on_progress(sum(fractions) / len(fractions))
                     await asyncio.wait([ready], timeout=_POLL_S)
                 for report in await self._reports():
@@ -326,7 +326,7 @@ class Formation:
         return None
 
     async def _reports(self) -> list[RankReport]:
-        reports: list[RankReport] = await asyncio.gather(*(actor.report.remote() for actor in self._actors))
+        reports: list[RankReport] = await asyncio.gather(*(ask_actor(actor.report.remote) for actor in self._actors))
         return reports
 
     async def _watch_leader(self) -> Outcome:
@@ -383,10 +383,10 @@ def _find_actor(name: str) -> Any:
         return None
 
 
-async def _watch(rank: int, ref: Any) -> Outcome:
+async def _watch(rank: int, actor: Any) -> Outcome:
     """Wait for the end of one rank, whichever way it comes."""
     try:
-        outcome: Outcome = await ref
+        outcome: Outcome = await ask_actor(actor.ended.remote)
     except RayError as error:
         return Outcome(message=f"rank {rank}: {in_a_line(error)}")
     return outcome

@@ -18,7 +18,7 @@ from cluster.log_reader import LogSource
 from cluster.ray_errors import in_a_line
 from cluster.router_actor import RouterActor, RouterPlace
 from cluster.saved_state import RouterRecord
-from cluster.see_through import ask_until_told, end_actor, see_through
+from cluster.see_through import ask_actor, ask_until_told, end_actor, see_through
 from router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -161,9 +161,8 @@ class RouterProcess:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 if not (await self._find() if adopts else await self._create()):
                     return "was lost while no controller watched it"
-                ended = self._actor.ended.remote()
-                await self._note_ready(ended)
-            outcome = await ended
+                await self._note_ready()
+            outcome = await ask_actor(self._actor.ended.remote)
             return str(outcome.message)
         except (RayError, ValueError) as error:  # a ValueError where the name is not free again yet
             return in_a_line(error)
@@ -189,18 +188,19 @@ class RouterProcess:
     async def _find(self) -> bool:
         """Take over the router that a former controller started; return whether it is there and had begun."""
         await see_through(self._look())  # what is not found is not ended
-        return self._actor is not None and bool(await self._actor.has_begun.remote())
+        return self._actor is not None and bool(await ask_actor(self._actor.has_begun.remote))
 
     async def _look(self) -> None:
         with suppress(ValueError):  # there is none of this name
             self._actor = await ask_until_told(ray.get_actor, self.router_id)
 
-    async def _note_ready(self, run: Any) -> None:
-        ready = asyncio.ensure_future(self._actor.ready.remote())
-        ended = asyncio.ensure_future(run)
+    async def _note_ready(self) -> None:
+        ready = asyncio.ensure_future(ask_actor(self._actor.ready.remote))
+        ended = asyncio.ensure_future(ask_actor(self._actor.ended.remote))
         try:
             await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
+                ended.result()
                 return
             place: RouterPlace = ready.result()
             self._place = place

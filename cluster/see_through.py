@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,19 @@ async def ask_until_told(ask: Callable[[A], T], what: A) -> T:
             return await asyncio.to_thread(ask, what)
         except RayError as error:
             logger.warning("Ray did not answer for %s, and is asked again: %s", what, error)
+            await asyncio.sleep(_RETRY_S)
+
+
+async def ask_actor(ask: Callable[[], Awaitable[T]]) -> T:
+    """Return what an actor answers to a question that may be put twice: again where the connection to it broke.
+
+    Raises RayError: the actor has died, or its answer is an error.
+    """
+    while True:
+        try:
+            return await ask()
+        except ActorUnavailableError as error:
+            logger.info("an actor did not answer, and is asked again: %s", error)
             await asyncio.sleep(_RETRY_S)
 
 

@@ -3,13 +3,14 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.cluster import model_spec
-from ray.exceptions import ActorUnavailableError
+from helpers.fake_actor import FakeMethod
+from ray.exceptions import ActorUnavailableError, RayError
 from weft.recording import RecordingConfig
 
 from cluster import formation, group_place
@@ -24,11 +25,6 @@ NODES = [
     NodeResources(node_id=f"node-{name}", cpus=8, gpus=0, free_cpus=8, free_gpus=0, address=f"10.0.0.{index}")
     for index, name in enumerate("ab")
 ]
-
-
-class FakeMethod:
-    def __init__(self, answer: Callable[..., Awaitable[Any]]) -> None:
-        self.remote = answer
 
 
 class FakeRank:
@@ -619,15 +615,34 @@ async def test_a_start_that_ray_can_no_longer_follow_ends_though_its_ranks_live(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lost() -> float:
-        raise ActorUnavailableError("the connection broke", None)
+        raise RayError("Ray knows no such actor")
 
     monkeypatch.setattr(formation, "_DEATH_TIMEOUT_S", 0.05)
     fake_ray.rank.progress = FakeMethod(lost)
     async with asyncio.timeout(10):
         outcome = await make_formation(tmp_path, listener, start_timeout_s=60.0).run()
-    assert "the connection broke" in outcome.message
+    assert "Ray knows no such actor" in outcome.message
     assert fake_ray.killed == [fake_ray.rank]
     assert fake_ray.rank.num_expected == 0, "nobody wanted that"
+
+
+@pytest.mark.parametrize("adopts", [True, False])
+async def test_broken_connections_to_its_ranks_cost_a_group_nothing(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopts: bool
+) -> None:
+    monkeypatch.setattr("cluster.see_through._RETRY_S", 0.0)
+    rank = fake_ray.find(1)[0] if adopts else fake_ray.rank
+    rank.will_be_ready()
+    rank.will_end(Outcome(message="its engine failed"), after_s=0.05)
+    methods = (rank.report, rank.progress, rank.ready, rank.ended)
+    for method in methods:
+        method.break_once()
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener, adopts=adopts).run()
+    assert listener.is_adopted.is_set() is adopts
+    assert listener.is_ready.is_set()
+    assert outcome == Outcome(message="its engine failed")
+    assert [method.num_broken for method in methods] == [1, 1, 1, 1]
 
 
 async def test_a_rank_that_dies_while_it_starts_tells_why(

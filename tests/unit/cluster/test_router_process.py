@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.cluster import turns
+from helpers.fake_actor import FakeMethod
 from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.lifecycle import GroupState, RestartPolicy
@@ -16,11 +17,6 @@ from cluster.rank_values import Outcome
 from cluster.router_actor import RouterPlace
 from cluster.router_process import RouterProcess
 from router.config import RouterConfig
-
-
-class FakeMethod:
-    def __init__(self, answer: Callable[..., Awaitable[Any]]) -> None:
-        self.remote = answer
 
 
 class FakeActor:
@@ -209,6 +205,27 @@ async def test_a_router_of_which_ray_does_not_tell_at_once_is_adopted_all_the_sa
             await asyncio.sleep(0.001)
     assert router.status().alive, "its name would never be free for another one"
     await router.stop(grace_s=5.0)
+
+
+async def test_broken_connections_to_its_process_cost_a_router_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.see_through._RETRY_S", 0.0)
+    actor = FakeRouterActor()
+    actor.answers.set()
+    FakeRay(actor, monkeypatch).may_answer.set()
+    methods = (actor.has_begun, actor.ready, actor.ended)
+    for method in methods:
+        method.break_once()
+    router = _wanted(adopts=True)
+    router.reconcile()
+    assert router._task is not None
+    async with asyncio.timeout(10):
+        while not router.status().alive:
+            await turns()
+        await turns()
+        assert not router._task.done()
+        actor.was_stopped.set()
+        assert await router._task == "stopped"
+    assert [method.num_broken for method in methods] == [1, 1, 1]
 
 
 async def test_stop_without_grace_during_an_adoption_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
