@@ -64,11 +64,14 @@ _LOCAL_SETTINGS = {
     # Ten seconds, as Ray has them, but whoever connects before the other listens tries again soon, not after one.
     "RAY_raylet_client_num_connect_attempts": "200",
     "RAY_raylet_client_connect_timeout_milliseconds": "50",
+    # Where memory runs out, by whomever it is taken, Ray would end everything here, and the kernel what is Ray's first,
+    # however small. So Ray does not look, and the kernel ends the largest, as among any processes.
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_oom_score_adjustment": "0",
     # What Ray looks at while nothing happens: each look takes a core from a rank. Three are of agents.
     "REPORTER_UPDATE_INTERVAL_MS": "600000",  # these go to the dashboard, which is left out
     "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "5",
     "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "5",
-    "RAY_memory_monitor_refresh_ms": "2000",
     "RAY_local_fs_monitor_interval_ms": "10000",
     "RAY_raylet_check_gc_period_milliseconds": "5000",
     "RAY_kill_idle_workers_interval_ms": "5000",

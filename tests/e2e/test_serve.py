@@ -66,7 +66,10 @@ def ask(router: str, decisions: Path) -> None:
         wait_until(has_given_up, "a request given up while it ran")
 
 
-def test_background_service_generates_stops_and_decides_the_same_again(model_folder: Path, tmp_path: Path) -> None:
+def test_background_service_generates_stops_and_decides_the_same_again(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.01")  # a Ray that looked at it would end everything
     control = f"127.0.0.1:{unlisted_port()}"
     flags = ("--control-port", control.rpartition(":")[2], "--detach", "--log-file", str(tmp_path / "log"), *ANY_PORTS)
     flags += ("--record-decisions", str(tmp_path / "decisions"), "--max-num-seqs", "4", "--num-blocks", "40")
@@ -78,6 +81,8 @@ def test_background_service_generates_stops_and_decides_the_same_again(model_fol
             status = json.loads(weft("status", "--json", "--control", control).stdout)
             pids |= {rank["pid"] for rank in status["models"][0]["groups"][0]["ranks"]}
             (rank,) = pids
+            own = Path("/proc/self/oom_score_adj").read_text()
+            assert Path(f"/proc/{rank}/oom_score_adj").read_text() == own, "the kernel would end it first"
             ancestors = set(psutil.Process(rank).parents()) - set(psutil.Process().parents())
             pids |= {process.pid for process in ancestors if process.pid != 1}
             said = weft("generate", "Once upon a time", "--router", status["routers"][0]["grpc_address"], "--json")
