@@ -52,7 +52,8 @@ def to_config(options: argparse.Namespace) -> RouterConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m router", description="Weft's router: the front door of a cluster.")
-    where = parser.add_argument_group("replicas (give one of the two)")
+    replicas = parser.add_argument_group("replicas (give one of the two)")
+    where = replicas.add_mutually_exclusive_group(required=True)
     where.add_argument("--control", metavar="HOST:PORT", help="controller whose membership to follow")
     where.add_argument(
         "--model",

@@ -486,6 +486,15 @@ def test_what_is_no_address_or_no_folder_is_refused(tmp_path: Path) -> None:
             to_config(parse_flags(flags))
 
 
+@pytest.mark.parametrize("flags", [[], ["--control", "x:1", "--model", "m=f,y:1"]])
+def test_replicas_come_from_a_controller_or_from_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(flags)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "--control" in told
+    assert "--model" in told
+
+
 def test_a_policy_that_is_none_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_flags(["--control", "x:1", "--policy", "foo"])
