@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.tokenizer.errors import TokenizerError
+from weft.tokenizer.load import load_tokenizer
+
 from cluster.errors import ClusterConfigError, ModelNotFoundError
 from cluster.models import DEFAULT_MODEL, resolve_model
-from parallel.description import MoeDescription
+from parallel.description import DecoderDescription, MoeDescription
 from parallel.dtypes import DTYPES
 from parallel.errors import ModelError
 from parallel.families.registry import describe_config
@@ -133,8 +136,12 @@ def make_model(
     wanted = {field: value for field, value in sizes.items() if value is not None}
     config = {**_BASE, **PRESETS[name], **wanted}
     try:
-        _check_experts(describe_config(config, source="flags").moe, wanted)
-        write_random_model(folder, config, seed, DTYPES[dtype], tokenizer or _packaged_tokenizer())
+        description = describe_config(config, source="flags")
+        _check_experts(description.moe, wanted)
+        tokenizer = tokenizer or _packaged_tokenizer()
+        if tokenizer is not None:
+            _check_vocab(description, tokenizer)
+        write_random_model(folder, config, seed, DTYPES[dtype], tokenizer)
     except ModelError as error:
         raise ClusterConfigError(str(error)) from error
     except OSError as error:
@@ -156,6 +163,18 @@ def _check_experts(moe: MoeDescription | None, wanted: Mapping[str, Any]) -> Non
                 f"{field} is {wanted[field]}, which this family does not have; with experts of their own size: "
                 "qwen2_moe, qwen3_moe; of that of --inner: mixtral"
             )
+
+
+def _check_vocab(description: DecoderDescription, tokenizer: Path) -> None:
+    """Refuse a vocabulary in which not every text has its tokens."""
+    try:
+        least = load_tokenizer(tokenizer).tokenizer.get_vocab_size(with_added_tokens=True)
+    except TokenizerError as error:
+        raise ClusterConfigError(f"--tokenizer: {error}") from error
+    if description.vocab_size < least:
+        raise ClusterConfigError(
+            f"vocab_size is {description.vocab_size}; allowed: at least {least}, the tokens of {tokenizer}"
+        )
 
 
 def _packaged_tokenizer() -> Path | None:

@@ -12,7 +12,7 @@ from parallel.families.registry import describe_model
 
 
 def _make(folder: Path, preset: str = "tiny", **sizes: Any) -> None:
-    make_model(folder, preset=preset, sizes={"vocab_size": 64, **sizes}, dtype="float32", seed=0, tokenizer=None)
+    make_model(folder, preset=preset, sizes={"vocab_size": 2048, **sizes}, dtype="float32", seed=0, tokenizer=None)
 
 
 def test_flags_change_the_preset(tmp_path: Path) -> None:
@@ -34,11 +34,12 @@ def test_experts_of_every_family_are_small(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
+        ({"vocab_size": 2047}, r"vocab_size is 2047; allowed: at least 2048, the tokens of .*weights"),
         ({"num_experts": 4}, "num_experts is 4, which this family does not have"),
         ({"model_type": "mixtral", "moe_intermediate_size": 64}, "moe_intermediate_size is 64, which this family"),
     ],
 )
-def test_sizes_of_experts_that_the_family_does_not_have_are_refused(
+def test_sizes_that_the_family_or_the_tokenizer_does_not_have_are_refused(
     tmp_path: Path, sizes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ClusterConfigError, match=message):
