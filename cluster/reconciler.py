@@ -18,7 +18,7 @@ from cluster.control_server import ControlServer
 from cluster.controller_metrics import ControllerListener
 from cluster.demand import DemandLedger
 from cluster.formation import Formation, FormationListener, FormationSpec
-from cluster.lifecycle import RestartPolicy
+from cluster.lifecycle import Failure, RestartPolicy
 from cluster.log_reader import LogReader, LogSource
 from cluster.node_request import NodeRequest, ask_ray
 from cluster.ray_nodes import cluster_nodes
@@ -163,6 +163,7 @@ class Reconciler:
             first = self._hold_ports() if self._spec.num_routers > 1 else self._wanted_ports()
             others = first if first.metrics is None else replace(first, metrics=0)
             ports = {f"router-{number}": others if number else first for number in range(self._spec.num_routers)}
+        saved_s = time.monotonic() - saved.passed_s(time.time())
         return [
             RouterProcess(
                 replace(
@@ -178,6 +179,7 @@ class Reconciler:
                 clock=time.monotonic,
                 on_change=self._changed.set,
                 restarts=each.restarts,
+                last_failure=Failure(each.last_failure, saved_s - each.failed_ago_s) if each.last_failure else None,
                 adopts=router_id in saved.routers,
             )
             for router_id, each in ports.items()

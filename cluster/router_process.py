@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weft.addresses import split_host_port
 from weft.v1 import control_pb2
 
-from cluster.lifecycle import GroupState, Lifecycle, RestartPolicy
+from cluster.lifecycle import Failure, GroupState, Lifecycle, RestartPolicy
 from cluster.log_reader import LogSource
 from cluster.ray_errors import in_a_line
 from cluster.router_actor import RouterActor, RouterPlace
@@ -39,12 +39,13 @@ class RouterProcess:
         clock: Callable[[], float],
         on_change: Callable[[], None],
         restarts: int = 0,
+        last_failure: Failure | None = None,
         adopts: bool = False,
     ) -> None:
         """Want a router that does not live yet; with `adopts`, one that may have outlived a former controller."""
         self.is_adopting = adopts
         """Whether it is unknown yet if the router's last life goes on."""
-        self.lifecycle = Lifecycle(policy, clock(), restarts=restarts, was_ready=adopts)
+        self.lifecycle = Lifecycle(policy, clock(), restarts=restarts, was_ready=adopts, last_failure=last_failure)
         self.router_id = config.router_id
         self._config = config
         self._log_level = log_level
@@ -93,12 +94,14 @@ class RouterProcess:
     @property
     def record(self) -> RouterRecord:
         """What a successor of the controller must know: where it listens in every life, and its restarts."""
-        config = self._config
+        config, failure = self._config, self.lifecycle.last_failure
         return RouterRecord(
             grpc=config.grpc_port,
             http=config.http_port,
             metrics=config.metrics_port,
             restarts=self.lifecycle.restarts,
+            last_failure=failure.reason if failure else "",
+            failed_ago_s=self._clock() - failure.at_s if failure else 0.0,
         )
 
     def log_sources(self) -> list[LogSource]:

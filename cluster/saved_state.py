@@ -64,6 +64,10 @@ class RouterRecord:
     metrics: int | None
     restarts: int = 0
     """How many lives it had after the first one; 0 as well where an older version saved."""
+    last_failure: str = ""
+    """Why it was started again last; empty: it never was, or an older version saved."""
+    failed_ago_s: float = field(default=0.0, compare=False)
+    """Seconds from that failure to `SavedState.saved_s`; that they pass is no news to be saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

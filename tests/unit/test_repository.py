@@ -26,6 +26,7 @@ READ_THE_WALL_CLOCK = {
     "router/openai.py",  # `created` of an answer
     "router/tls.py",  # the dates of a certificate
     "router/tokenizer.py",  # the date that chat templates write
+    "cluster/reconciler.py",  # how long ago a router's failure was saved, on another machine
     "cluster/replica_spans.py",  # the beginning of a span
     "cluster/service.py",  # the start of a service, which files of code are compared with
     "cluster/spares.py",  # an end that other machines read

@@ -217,17 +217,20 @@ async def test_a_controller_whose_service_was_stopped_does_not_start_another_one
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-async def test_ports_that_others_know_are_those_of_the_controller_before(
+async def test_ports_and_failures_that_others_know_are_those_of_the_controller_before(
     ray: Ray, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
 ) -> None:
     control, metrics = unlisted_port(), unlisted_port()
-    routers = {"router-0": RouterRecord(grpc=1, http=None, metrics=2, restarts=3)}
-    ray.saved = encode(SavedState(control_port=control, metrics_port=metrics, routers=routers))
+    lost = RouterRecord(grpc=1, http=None, metrics=2, restarts=3, last_failure="killed", failed_ago_s=3600.0)
+    routers, saved_s = {"router-0": lost}, time.time() - 3600
+    ray.saved = encode(SavedState(control_port=control, metrics_port=metrics, routers=routers, saved_s=saved_s))
     controller = await resume(monkeypatch) if is_restarted else (await start(takes_over=True))[0]
     assert split_host_port(parts(controller).address)[1] == control
     assert split_host_port(parts(controller)._metrics.address)[1] == metrics
     (router,) = routers_of(controller)
-    assert (router.record, router.is_adopting, router.status().restarts) == (routers["router-0"], True, 3)
+    assert (router.record, router.is_adopting, router.status().restarts) == (lost, True, 3)
+    assert (failure := router.status().last_failure).reason == "killed"
+    assert failure.seconds_ago == pytest.approx(7200, abs=300)
 
 
 async def test_several_routers_share_ports_that_the_controller_holds_and_none_is_looked_for_at_first(ray: Ray) -> None:

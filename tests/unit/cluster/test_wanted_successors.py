@@ -100,6 +100,10 @@ async def test_ports_of_a_router_are_saved_as_soon_as_it_listens(bench: Bench) -
     bench.router.record = RouterRecord(grpc=1, http=2, metrics=None)
     bench.state.reconcile()
     assert decode(bench.saved).routers["router-0"] == bench.router.record
+    num_saves = bench.num_saves
+    bench.router.record = replace(bench.router.record, failed_ago_s=0.5)
+    bench.state.reconcile()
+    assert bench.num_saves == num_saves, "time passes at every pass"
 
 
 async def test_a_router_that_is_still_looked_for_is_waited_for(bench: Bench) -> None:
