@@ -135,7 +135,3 @@ def _print_table(answers: Sequence[tuple[DemoPrompt, Completion]], console: Cons
             milliseconds(completion.tpot_s),
         )
     console.print(table)
-
-
-if __name__ == "__main__":
-    run_demo(replicas=2, tensor_parallel=2, console=Console(), log_level="warning")

@@ -23,15 +23,6 @@ from cluster.saved_state import GroupRecord
 
 logger = logging.getLogger(__name__)
 
-_STATES = {
-    GroupState.PENDING: control_pb2.GROUP_STATE_PENDING,
-    GroupState.STARTING: control_pb2.GROUP_STATE_STARTING,
-    GroupState.READY: control_pb2.GROUP_STATE_READY,
-    GroupState.DRAINING: control_pb2.GROUP_STATE_DRAINING,
-    GroupState.FAILED: control_pb2.GROUP_STATE_FAILED,
-    GroupState.STOPPED: control_pb2.GROUP_STATE_STOPPED,
-}
-
 
 class GroupLife(Protocol):
     """One life of a group: formation.Formation, or a double in tests."""
@@ -252,7 +243,7 @@ class ReplicaGroup:
         return control_pb2.GroupStatus(
             group_id=self.group_id,
             replica_id=self.replica_id,
-            state=_STATES[self.lifecycle.state],
+            state=control_pb2.GroupState.Value(f"GROUP_STATE_{self.lifecycle.state.name}"),
             detail=self.lifecycle.detail or self._heard.slowness,
             tensor_parallel=parallel.tensor_parallel,
             pipeline_parallel=parallel.pipeline_parallel,

@@ -13,7 +13,6 @@ from weft.v1 import control_pb2
 
 STATE_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
 
-
 _WIDE = 1000
 
 
