@@ -30,6 +30,7 @@ from workers.request import Request, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)
 
+_HELLO_TIMEOUT_S = 10.0
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),  # the snapshot of 4 million blocks
@@ -78,7 +79,6 @@ class ReplicaServer(ReplicaServicer):
         tracer: Tracer = NO_TRACER,
         limits: OutboxLimits | None = None,
         stream_interval_s: float = 0.0,
-        hello_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = info
@@ -86,7 +86,6 @@ class ReplicaServer(ReplicaServicer):
         self._spans = ReplicaSpans(tracer, info.replica_id)
         self._limits = limits or OutboxLimits()
         self._stream_interval_s = stream_interval_s
-        self._hello_timeout_s = hello_timeout_s
         self._clock = clock
         self._connections: dict[int, RouterConnection] = {}
         self._num_connections = 0
@@ -148,10 +147,10 @@ class ReplicaServer(ReplicaServicer):
 
     async def _greet(self, requests: AsyncIterator[replica_pb2.ConnectRequest], context: _Context) -> RouterConnection:
         try:
-            async with asyncio.timeout(self._hello_timeout_s):
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
                 first = await anext(aiter(requests), None)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {self._hello_timeout_s:g} s")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {_HELLO_TIMEOUT_S:g} s")
         if first is None or first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is no hello")
         version = protocol.agree(first.hello.protocol_version)

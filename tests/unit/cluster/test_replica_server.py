@@ -96,6 +96,15 @@ async def start_request(bench: Bench, router: Router, request_id: str = "x") -> 
     return bench.engine.submitted[-1].request_id
 
 
+async def test_stream_that_does_not_begin_with_a_hello_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = bench.connect()
+    await other.send(abort=replica_pb2.Abort(request_id="x"))
+    async with asyncio.timeout(30):
+        assert await other.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        monkeypatch.setattr("cluster.replica_server._HELLO_TIMEOUT_S", 0.05)
+        assert await bench.connect().call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 async def test_stream_begins_with_the_snapshot(bench: Bench) -> None:
     bench.engine.resident = [BLOCK_A, BLOCK_B]
     frame = await bench.connect().hello()
