@@ -196,7 +196,7 @@ class StartView:
 
 
 class ChangeView:
-    """A line for each change of a group or router, once the service runs."""
+    """A line for each change of a group, a router or the controller, once the service runs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -212,7 +212,7 @@ class ChangeView:
 
 
 def _states(status: control_pb2.GetStatusResponse) -> dict[str, str]:
-    states = {}
+    states = {"controller": f"restarted {status.controller.restarts} times, now with pid {status.controller.pid}"}
     for model in status.models:
         if model.HasField("autoscaling"):
             states[model.name] = f"{model.autoscaling.last_change} (scales from {bounds(model)})"

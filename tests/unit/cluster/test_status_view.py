@@ -46,8 +46,16 @@ def test_changes_of_a_running_service_are_told_once() -> None:
     view = ChangeView(Console(file=out, width=200))
     for state, alive in ((READY, True), (READY, True), (control_pb2.GROUP_STATE_PENDING, True), (READY, False)):
         view.show(status_with(state, router_alive=alive))
+    last = status_with(READY, router_alive=False)
+    last.controller.restarts, last.controller.pid = 1, 4711
+    view.show(last)
     lines = [line.split(" ", 1)[1] for line in out.getvalue().splitlines()]
-    assert lines == ["m-0: pending: why", "m-0: ready as ", "router-0: not alive: "]
+    assert lines == [
+        "m-0: pending: why",
+        "m-0: ready as ",
+        "router-0: not alive: ",
+        "controller: restarted 1 times, now with pid 4711",
+    ]
 
 
 def test_model_that_scales_by_itself_tells_its_bounds_and_why() -> None:
