@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -138,7 +137,7 @@ def open_tensors(file: Path) -> Iterator[StoredTensors]:
 def _load(file: Path) -> dict[str, Tensor]:
     try:
         values: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
+    except Exception as error:  # of a damaged pickle torch's reader raises whatever comes up
         raise CheckpointError(
             f"{file} is not a complete file of tensors, saved by PyTorch 1.6 or later: {_reason(file, error)}"
         ) from error
@@ -146,7 +145,7 @@ def _load(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} holds a {type(values).__name__}; allowed: tensors by name")
     tensors = {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
-        layout = "without values" if tensor.is_meta else tensor.layout
+        layout = "nested" if tensor.is_nested else "without values" if tensor.is_meta else tensor.layout
         if layout is not torch.strided:
             raise CheckpointError(f"{file}: tensor {name} is {layout}; allowed: {torch.strided}, with values")
     return tensors

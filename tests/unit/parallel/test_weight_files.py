@@ -112,6 +112,17 @@ def test_corrupt_file_is_named(num_parts: int, damage: Callable[[bytes], bytes],
         _weights(folder)
 
 
+def test_pickle_of_which_a_byte_is_damaged_is_named(tmp_path: Path) -> None:
+    file = tmp_path / PICKLED.single
+    torch.save({"model.norm.weight": torch.zeros(3)}, file)
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"q\x07Q", b"K\x07Q"))  # the storage is called by a number
+    assert file.read_bytes() != whole
+
+    with pytest.raises(CheckpointError, match=f"{file} is not a complete file of tensors"), open_tensors(file):
+        pass
+
+
 @pytest.mark.parametrize("name", [PICKLED.single, SAFETENSORS.single])
 def test_pointer_of_git_lfs_is_called_so(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n")
@@ -141,14 +152,20 @@ def test_file_that_holds_no_mapping_is_refused(tmp_path: Path) -> None:
         _weights(folder)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
-    ("tensor", "kind"),
-    [(torch.eye(3).to_sparse(), r"torch\.sparse_coo"), (torch.empty(3, device="meta"), "without values")],
+    ("make", "kind"),
+    [
+        (lambda: torch.eye(3).to_sparse(), r"torch\.sparse_coo"),
+        (lambda: torch.empty(3, device="meta"), "without values"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "nested"),
+    ],
+    ids=["sparse", "meta", "nested"],
 )
-def test_tensor_that_is_not_plain_is_named(tmp_path: Path, tensor: Tensor, kind: str) -> None:
+def test_tensor_that_is_not_plain_is_named(tmp_path: Path, make: Callable[[], Tensor], kind: str) -> None:
     folder = _pickled("llama", tmp_path / "model")
     tensors = torch.load(folder / PICKLED.single, weights_only=True)
-    torch.save({**tensors, "model.norm.weight": tensor}, folder / PICKLED.single)
+    torch.save({**tensors, "model.norm.weight": make()}, folder / PICKLED.single)
 
     with pytest.raises(CheckpointError, match=rf"\.bin: tensor model\.norm\.weight is {kind}; allowed: torch\.strided"):
         _weights(folder)
