@@ -129,14 +129,15 @@ def test_memory_is_shared_by_all_ranks_or_none(gloo_pool: GlooPool, without: int
         assert torch.equal(total, torch.full((3,), 2.0))
 
 
-def _sum_without_memory(mesh: Mesh) -> tuple[bool, Tensor]:
-    with patch.object(os, "memfd_create", side_effect=OSError("no memory")):
+def _sum_without_memory(mesh: Mesh, step: str) -> tuple[bool, Tensor]:
+    with patch.object(os, step, side_effect=OSError("no memory")):
         share_memory(mesh.tp, build())
     return mesh.tp.one_shot is None, all_reduce(torch.ones(3), mesh.tp)
 
 
-def test_system_without_memory_to_share_adds_up_by_sockets(gloo_pool: GlooPool) -> None:
-    for is_none, total in gloo_pool.run(_sum_without_memory, tp=2):
+@pytest.mark.parametrize("step", ["memfd_create", "truncate"])
+def test_system_without_memory_to_share_adds_up_by_sockets(gloo_pool: GlooPool, step: str) -> None:
+    for is_none, total in gloo_pool.run(_sum_without_memory, step, tp=2):
         assert is_none
         assert torch.equal(total, torch.full((3,), 2.0))
 
