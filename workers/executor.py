@@ -1,5 +1,6 @@
 """Carries out plans: on this process's rank alone, or on it and the group's other ranks by transport.py."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from workers.model_runner import ModelRunner, StepWork
 from workers.overlap import Lookahead, StepExecution
 from workers.plan import ModelOutput, StepPlan
 from workers.transport import LeaderLink
+
+logger = logging.getLogger(__name__)
 
 _EVIDENCE_S = 1.0
 """How long to wait for the other ranks to say why a step failed here."""
@@ -202,7 +205,10 @@ class RankSteps:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         while self._is_joined and self._started:
-            self._started.popleft()()
+            try:
+                self._started.popleft()()
+            except Exception as error:  # nobody waits for it, and who closes may have another reason to tell
+                logger.debug("the last step failed: %r", error)
 
     def _run(self, work: StepWork, before: Future[ModelOutput | None] | None) -> ModelOutput | None:
         if before is not None:

@@ -121,6 +121,14 @@ def test_a_rank_without_others_begins_a_step_when_the_one_before_is_done(lookahe
     assert runner.events[5:] == ["finish 1"]  # nothing is under way when its memory goes
 
 
+def test_a_step_that_fails_while_its_rank_is_closed_does_not_hide_why() -> None:
+    runner = FakeRunner(StepExecution.JOINED)
+    runner.start = lambda number: lambda: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+    steps = steps_of(runner)
+    steps.start(plan(0))
+    steps.close()
+
+
 class DeadLink:
     """To ranks of which one is gone."""
 
