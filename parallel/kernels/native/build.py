@@ -49,8 +49,8 @@ def build_library(cache: Path | None = None, *, numbers: str = "bfloat16") -> Pa
     """The compiled library; compiled now where the cache has none for these sources, this compiler and this CPU, or
     not the whole of it. `numbers`: what a model computes in that it serves, one of NUMBERS.
 
-    Of several processes that want it at once, one compiles and the others wait for it. Raises DeviceError when there is
-    no compiler, it fails, or the cache cannot be written.
+    Of several processes that want it at once, one compiles and the others wait for it, or for its failure. Raises
+    DeviceError when there is no compiler, it fails, or the cache cannot be written.
     """
     compiler = find_compiler()
     cache = cache or default_cache()
@@ -60,8 +60,10 @@ def build_library(cache: Path | None = None, *, numbers: str = "bfloat16") -> Pa
         if _is_whole(library):
             return library
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(library.with_suffix(".lock")):
+        with _locked(library.with_suffix(".lock")) as failure:
             if not _is_whole(library):
+                if failure:
+                    raise DeviceError(failure)
                 if library.exists():
                     logger.warning("compiling the CPU kernels again: %s is damaged", library)
                 _build(compiler, flags, library)
@@ -94,15 +96,26 @@ def _build(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone among processes; not where the file system has no locks: there each puts its own file in place whole."""
-    with path.open("w") as file:
+def _locked(path: Path) -> Iterator[str]:
+    """Alone among processes; not where the file system has no locks: there each puts its own file in place whole.
+
+    Yields why the one failed that this one waited for; empty where there was none, or it did not.
+    """
+    with path.open("a+", encoding="utf-8") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        failure = file.read()
         try:
-            yield
+            yield failure
+        except DeviceError as error:
+            failure = str(error)
+            raise
         finally:
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # who comes later tries again
+            with suppress(OSError):
+                os.truncate(file.fileno(), 0)
+                os.write(file.fileno(), failure.encode())
 
 
 def find_compiler() -> list[str]:

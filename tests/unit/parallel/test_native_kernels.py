@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -526,6 +527,35 @@ def test_who_wants_the_library_at_once_waits_for_the_one_that_compiles_it(
         assert {each.result(30) for each in built} == {tmp_path / "weft_kernels_key.so"}
     assert sorted(output.name for output in outputs) == ["attention.o", "kernels.o", "weft_kernels_key.so"]
     assert [path.name for path in tmp_path.iterdir()] == ["weft_kernels_key.so"]
+
+
+def test_who_waits_for_a_compilation_that_fails_does_not_begin_it_again_but_who_comes_later_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[int] = []
+    lock, asked, may_end = build.fcntl.flock, Semaphore(0), Event()
+
+    def fail_slowly(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
+        starts.append(len(starts))
+        assert may_end.wait(30)
+        raise DeviceError(f"no space, start {len(starts)}")
+
+    def ask(file: TextIO, operation: int) -> None:
+        asked.release()
+        lock(file, operation)
+
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_key", lambda compiler, flags: "key")
+    monkeypatch.setattr(build, "_build", fail_slowly)
+    monkeypatch.setattr(build.fcntl, "flock", ask)
+    with ThreadPoolExecutor() as pool:
+        built = [pool.submit(build.build_library, tmp_path) for _ in range(3)]
+        assert all(asked.acquire(timeout=30) for _ in built)
+        may_end.set()
+        assert {str(each.exception(30)) for each in built} == {"no space, start 1"}
+    with pytest.raises(DeviceError, match="no space, start 2"):
+        build.build_library(tmp_path)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_auto_takes_them_on_a_cpu(operations: dict[torch.dtype, Operations]) -> None:
