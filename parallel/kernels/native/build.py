@@ -38,6 +38,9 @@ _FLAGS = (
     "-fvisibility=hidden",
 )
 _TIMEOUT_S = 300.0
+_MOST_KEPT = 16
+"""Libraries that stay in a cache: of NUMBERS, of some kinds of CPU, of two versions. The tests make 8 of one."""
+_LONGEST_BUILD_S = 3600.0
 _DIGEST = hashlib.sha256
 """Digest of a library, which follows it in its file."""
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -92,7 +95,22 @@ def _build(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None
             file.flush()
             os.fsync(file.fileno())  # before its name says that it is there
         os.replace(output, library)
+    _remove_old(library)
     logger.info("compiled the CPU kernels with %s in %.1f s: %s", compiler[0], time.monotonic() - started, library)
+
+
+def _remove_old(added: Path) -> None:
+    """Remove the oldest libraries, and what compilations left that were killed. Whoever has loaded one keeps it."""
+    with suppress(OSError):  # others do it too
+        for library in sorted(added.parent.glob("weft_kernels_*.so"), key=_written_s)[:-_MOST_KEPT]:
+            library.unlink()
+        for folder in added.parent.glob("build-*"):
+            if _written_s(folder) < _written_s(added) - _LONGEST_BUILD_S:
+                shutil.rmtree(folder)
+
+
+def _written_s(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 @contextmanager

@@ -1,6 +1,8 @@
-"""The compiled kernels are built once, by one of those who want them."""
+"""The compiled kernels are built once, by one of those who want them, and old ones do not pile up."""
 
+import os
 import shutil
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,6 +79,27 @@ def test_who_wants_the_library_at_once_waits_for_the_one_that_compiles_it(
         assert {each.result(30) for each in built} == {tmp_path / "weft_kernels_key.so"}
     assert sorted(output.name for output in outputs) == ["attention.o", "kernels.o", "weft_kernels_key.so"]
     assert [path.name for path in tmp_path.iterdir()] == ["weft_kernels_key.so"]
+
+
+def test_old_libraries_and_what_killed_compilations_left_are_removed_when_one_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [tmp_path / f"weft_kernels_{number}.so" for number in range(20)]
+    folders = [tmp_path / "build-left", tmp_path / "build-under-way"]
+    for age, library in enumerate(reversed(others)):
+        library.touch()
+        os.utime(library, (1e9, time.time() - 60 * age))
+    for folder in folders:
+        folder.mkdir()
+        (folder / "kernels.o").touch()
+    os.utime(folders[0], (1e9, 1e9))
+    (tmp_path / "models").mkdir()
+    os.utime(tmp_path / "models", (1e9, 1e9))
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_key", lambda compiler, flags: "key")
+    monkeypatch.setattr(build, "_run", lambda command: str(Path(command[-1]).write_bytes(b"compiled")))
+    added = build.build_library(tmp_path)
+    assert {*tmp_path.iterdir()} == {added, *others[5:], folders[1], tmp_path / "models"}
 
 
 def test_who_waits_for_a_compilation_that_fails_does_not_begin_it_again_but_who_comes_later_does(
