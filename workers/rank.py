@@ -8,6 +8,8 @@
         torch.distributed                        torch.distributed
         choose the dtype                         choose the dtype
         gather, the least, proceed  <--------->  report       all take one that every device has
+        look for what attends                    look for what attends
+        gather, the least, proceed  <--------->  report       for each: all take the first that all have (CUDA)
         choose the kernels                       choose the kernels
         gather, the least, proceed  <--------->  report       all take compiled ones, or none
         load                                     load
@@ -43,10 +45,10 @@ from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
 from parallel.kernels.base import Kernels
 from parallel.kernels.inductor import InductorKernels
-from parallel.kernels.select import choose_dtype, select_kernels
+from parallel.kernels.select import choose_dtype, has_attention, select_kernels
 from parallel.mesh import Mesh
 from parallel.one_shot import OneShotAllReduce
-from workers.config import EngineConfig
+from workers.config import AttentionBackendName, EngineConfig
 from workers.cores import threads_per_rank
 from workers.errors import EngineConfigError, GroupFailedError
 from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
@@ -67,6 +69,8 @@ LOAD_TIMEOUT_S = 3600.0
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of ranks that want several the group takes the first: `auto` is a later one only on a device that has it, and a rank
 that reads another's hidden states in a dtype of its own would go on with any numbers."""
+_ATTENTION_BACKENDS: Sequence[AttentionBackendName] = ("flash-attention", "flashinfer", "triton")
+"""In the order in which `auto` takes them."""
 
 _Agree = Callable[[int], int]
 """Tells a number to the ranks of the group, each of which tells one at this point; returns the least of them."""
@@ -291,6 +295,7 @@ def _load(
     device: Device = select_device(config.device, _local_rank(mesh.rank))
     dtype = _DTYPES[agree(_DTYPES.index(choose_dtype(config.dtype, folder, device, config.kernels)))]
     check_dtype(config.cache, describe_model(folder), device.torch_device)
+    config = replace(config, attention_backend=_choose_attention(config, device.torch_device, agree))
     with _refusing_settings():
         kernels = _select_kernels(config, device.torch_device, dtype)
     are_fast = int(not kernels.slowness)
@@ -314,6 +319,18 @@ def _load(
         with _refusing_settings():
             kernels.compile_ahead(*decoder.layer_inputs(), decoder.num_local_layers)
     return ModelRunner(decoder, mesh=mesh, device=device, config=config, stats=stats)
+
+
+def _choose_attention(config: EngineConfig, device: torch.device, agree: _Agree) -> AttentionBackendName:
+    """The backend that is asked for; where that is left open, the first that all ranks have.
+
+    With different ones they would record different steps, each with its all-reduces, and wait for each other for ever.
+    """
+    is_open = config.attention_backend == "auto" and device.type == "cuda" and config.kernels != "reference"
+    for backend in _ATTENTION_BACKENDS if is_open else ():
+        if agree(int(has_attention(device, backend))):
+            return backend
+    return config.attention_backend
 
 
 @contextmanager

@@ -59,6 +59,15 @@ def select_kernels(
     return InductorKernels(kernels, device) if compiles else kernels
 
 
+def has_attention(device: torch.device, backend: str) -> bool:
+    """Whether this GPU and what is installed here have an attention backend."""
+    try:
+        CudaKernels(device, backend)
+    except DeviceError:
+        return False
+    return True
+
+
 def choose_dtype(name: str, folder: Path, device: Device, kernels: str) -> torch.dtype:
     """The dtype called `name`, "auto" by checkpoint, device and the kernels called so. Raises as resolve_dtype."""
     return resolve_dtype(name, folder, device, multiplies=lambda dtype: multiplies(device.torch_device, dtype, kernels))

@@ -19,6 +19,7 @@ from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.flash_attention import FlashAttention
 from parallel.kernels.flashinfer_attention import FlashInfer
 from parallel.kernels.reference import ReferenceKernels
+from parallel.kernels.select import has_attention
 
 CPU = torch.device("cpu")
 PLAIN = AttentionParams(scale=0.1)
@@ -187,6 +188,7 @@ def test_flash_attention_goes_before_it(installed: FakeFlashInfer, monkeypatch: 
     assert isinstance(CudaKernels(CPU, "flashinfer")._library, FlashInfer)
     assert CudaKernels(CPU).attention_backend == "flash-attention"
     assert CudaKernels(CPU, "auto")._library is not None
+    assert has_attention(CPU, "flash-attention")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,7 @@ def test_a_backend_that_cannot_be_had_is_refused(backend: str, message: str) -> 
         pytest.skip("this machine may have it")
     with pytest.raises(DeviceError, match=message):
         CudaKernels(CPU, backend)
+    assert not has_attention(CPU, backend)
 
 
 def test_where_it_is_not_installed_nothing_is_said(

@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, local
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from cluster.models import DEFAULT_MODEL, PACKAGED
@@ -16,7 +19,7 @@ from parallel.kernels.native import build
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
 from workers.errors import EngineConfigError
 from workers.overlap import StepExecution
-from workers.rank import Rendezvous, _leave, follow_group, follow_plans, lead_group
+from workers.rank import Rendezvous, _choose_attention, _leave, follow_group, follow_plans, lead_group
 from workers.stats import RankStats
 
 
@@ -45,6 +48,50 @@ def test_kernels_that_cannot_be_had_are_settings_that_cannot_be_used(settings: d
     config = EngineConfig(model=str(PACKAGED[DEFAULT_MODEL]), device="cpu", cache=CacheConfig(num_blocks=8), **settings)
     with pytest.raises(EngineConfigError, match=message):
         lead_group(config)
+
+
+def _choose_together(monkeypatch: pytest.MonkeyPatch, installed: list[set[str]], **settings: Any) -> list[str]:
+    """What each rank of a group with GPUs attends with, by what there is on its node."""
+    rank_of_thread, values, meeting = local(), [0] * len(installed), Barrier(len(installed))
+
+    def agree(value: int) -> int:
+        values[rank_of_thread.rank] = value
+        meeting.wait(30)
+        least = min(values)
+        meeting.wait(30)
+        return least
+
+    def choose(rank: int) -> str:
+        rank_of_thread.rank = rank
+        return _choose_attention(EngineConfig(model="any", **settings), torch.device("cuda"), agree)
+
+    def has(_device: torch.device, backend: str) -> bool:
+        return backend in installed[rank_of_thread.rank]
+
+    monkeypatch.setattr("workers.rank.has_attention", has)
+    with ThreadPoolExecutor(len(installed)) as pool:
+        return [*pool.map(choose, range(len(installed)))]
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        ([{"flash-attention", "flashinfer", "triton"}, {"flash-attention", "triton"}], "flash-attention"),
+        ([{"flashinfer", "triton"}, {"flash-attention", "flashinfer", "triton"}], "flashinfer"),
+        ([{"flash-attention", "triton"}, {"flashinfer", "triton"}], "triton"),
+        ([{"triton"}, {"flash-attention", "flashinfer", "triton"}, {"triton"}], "triton"),
+        ([set(), {"triton"}], "auto"),
+    ],
+)
+def test_ranks_attend_with_the_first_of_what_all_their_nodes_have(
+    monkeypatch: pytest.MonkeyPatch, installed: list[set[str]], chosen: str
+) -> None:
+    assert {*_choose_together(monkeypatch, installed)} == {chosen}
+
+
+def test_the_attention_that_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = [{"triton", "flashinfer"}, {"triton"}]
+    assert _choose_together(monkeypatch, installed, attention_backend="flashinfer") == ["flashinfer"] * 2
 
 
 def test_a_rank_says_what_it_computes_with() -> None:
