@@ -95,7 +95,7 @@ def load_decoder(
     )
     try:
         decoder = build(description, mesh=mesh, device=device, kernels=kernels)
-    except (RuntimeError, OSError):  # no memory for it: the config may be another model's
+    except (RuntimeError, OSError, ConfigError):  # no memory for it: the config may be another model's
         _check_sizes(build, description, mesh=mesh, folder=folder)
         raise
     max_begun = _MAX_BEGUN_INT8 if int8_linears else _MAX_BEGUN

@@ -7,6 +7,7 @@ the cache from the caller.
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from parallel.collectives import share_memory
 from parallel.decoder_layer import make_decoder_layer
 from parallel.description import DecoderDescription
 from parallel.embedding import InputEmbedding, VocabParallelHead
+from parallel.errors import ConfigError
 from parallel.kernels.base import (
     AttentionMeta,
     CacheEntry,
@@ -94,10 +96,12 @@ class Decoder:
             description.sliding_windows, stages=stages, max_context=description.max_context
         )
         """Which layers of the whole model have a block table in common, and where in a block each one's cache is."""
-        bias_NP = self._key_bias()
+        with _telling_positions(description.max_context):
+            bias_NP = self._key_bias()
         self._layers = [make_decoder_layer(description, i, bias_NP, context=context) for i in self.layer_indices]
         rotaries = [description.rotaries[i] for i in self.layer_indices]
-        self._rotations = LayerRotations(rotaries, description.max_context, device=device)
+        with _telling_positions(description.max_context):
+            self._rotations = LayerRotations(rotaries, description.max_context, device=device)
         share_memory(mesh.tp, kernels)
         self._run = kernels.compile_layers(self._run_layers, mesh.tp)
         self._started = self._run if isinstance(self._run, StartedLayers) else None
@@ -334,3 +338,15 @@ class Decoder:
             return None
         heads = even_range(description.num_heads, axis.rank, axis.size, what="num_heads")
         return key_bias(description.alibi, heads, description.max_context, device=self.device)
+
+
+@contextmanager
+def _telling_positions(max_context: int) -> Iterator[None]:
+    """Tell by whose number there is no memory for a table: a config may claim any context."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"no memory for tables of {max_context} positions; allowed: a smaller max_context; {reason}"
+        ) from error

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parallel import checkpoint
+from parallel import decoder as decoder_module
 from parallel.checkpoint import load_decoder
 from parallel.decoder import Decoder
 from parallel.description import DecoderDescription
@@ -385,6 +387,38 @@ def test_a_model_that_has_no_room_may_be_another_than_the_config_says(
         load_decoder(folder, mesh=peers, device=CPU, dtype=torch.float32, kernels=_NoMemory())
 
 
+@pytest.mark.parametrize(
+    ("name", "table", "changes", "error", "message"),
+    [
+        ("llama", "LayerRotations", {}, ConfigError, "for tables of 256 positions; allowed: a smaller max_context"),
+        ("bloom", "key_bias", {}, ConfigError, "for tables of 2048 positions; allowed: a smaller max_context"),
+        ("llama", "LayerRotations", {"num_hidden_layers": 4}, CheckpointError, "no tensor model.layers.3"),
+    ],
+)
+def test_a_context_for_whose_tables_there_is_no_memory_is_told_where_all_else_is_right(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    table: str,
+    changes: dict[str, int],
+    error: type[Exception],
+    message: str,
+) -> None:
+    folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
+    _set_config(folder, **changes)
+    make = getattr(decoder_module, table)
+
+    def refuse(*args: Any, device: torch.device) -> object:
+        if args[-1] > 1:  # max_context
+            raise RuntimeError("can't allocate memory\nat some place")
+        return make(*args, device=device)
+
+    monkeypatch.setattr(decoder_module, table, refuse)
+
+    with pytest.raises(error, match=message):
+        load_decoder(folder, mesh=_mesh(), device=CPU, dtype=torch.float32, kernels=ReferenceKernels())
+
+
 @pytest.mark.parametrize(("dtype", "name"), [(torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3")])
 def test_dtype_that_is_no_weight_is_named(folder: Path, dtype: torch.dtype, name: str) -> None:
     _rewrite(folder, **{Q_PROJ: torch.zeros(64, 64).to(dtype)})
@@ -593,7 +627,7 @@ def _none(_: torch.dtype) -> bool:
     return False
 
 
-def _set_config(folder: Path, **values: str | None) -> None:
+def _set_config(folder: Path, **values: str | int | None) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.pop("dtype", None)
     config |= values
