@@ -19,14 +19,13 @@ from cluster.errors import ClusterError, GroupTerminatedError
 from cluster.imports import import_for_good
 from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
-from cluster.rank_metrics import RankCollector
+from cluster.rank_metrics import RankCollector, listen_for_metrics
 from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
 from cluster.revision_files import check_files
 from cluster.signals import on_sigterm
 from cluster.spares import engine_variables, take_spare
 from parallel.errors import ModelError
 from router.errors import RouterConfigError
-from router.metrics_listener import MetricsListener
 from workers.config import EngineConfig
 from workers.cores import compute_here, give_way, threads_per_rank
 from workers.errors import EngineConfigError
@@ -69,7 +68,7 @@ class RankActor:
         self._host = ray.util.get_node_ip_address()
         self._progress = 0.0
         self._stats = RankStats()
-        self._metrics = MetricsListener(self._host)
+        self._metrics = listen_for_metrics(self._host)
         labels = {"model": spec.model, "replica": spec.replica_id, "rank": str(spec.rank)}
         self._metrics.add(RankCollector(self._stats, loaded_ratio=lambda: self._progress, labels=labels))
         self._leader: Leader | None = None

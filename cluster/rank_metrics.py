@@ -4,11 +4,23 @@ A rank's metrics come from a listener of its own, so that one that hangs still t
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from cluster.defaults import RANK_METRICS_PORTS
 from cluster.process_collector import ProcessCollector
+from router.errors import RouterConfigError
+from router.metrics_listener import MetricsListener
 from workers.stats import RankStats
+
+
+def listen_for_metrics(host: str) -> MetricsListener:
+    """Return a listener at the first free one of the ranks' ports, or where all are taken at any free port."""
+    for port in RANK_METRICS_PORTS:
+        with suppress(RouterConfigError):
+            return MetricsListener(host, port)
+    return MetricsListener(host)
 
 
 class RankCollector(ProcessCollector):

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from helpers.chart import find, pod_templates, render
 
+from cluster.defaults import RANK_METRICS_PORTS
+
 ANY_PORT = (32768, 60999)
 """Where Linux takes a free port from, unless somebody has set another range."""
 RAYS_OWN = ("node-manager-port", "object-manager-port", "runtime-env-agent-port", "dashboard-agent-grpc-port")
@@ -90,8 +92,12 @@ def test_routers_reach_replicas_and_prometheus_reaches_metrics(objects: list[Any
     head, worker, router = (labels_of(objects, each) for each in ("head", "worker", "router"))
     for port in ANY_PORT:
         assert reaches(objects, router, worker, port)
-        assert reaches(objects, NEIGHBOUR, worker, port), "ranks have their metrics there"
+        assert not reaches(objects, NEIGHBOUR, worker, port), "replicas serve whoever reaches them"
+    for port in (RANK_METRICS_PORTS[0], RANK_METRICS_PORTS[-1]):
+        assert reaches(objects, NEIGHBOUR, worker, port)
         assert not reaches(objects, NEIGHBOUR, head, port), "no rank is on the head"
+    for port in (RANK_METRICS_PORTS[0] - 1, RANK_METRICS_PORTS[-1] + 1):
+        assert not reaches(objects, NEIGHBOUR, worker, port)
     for target, port in ((head, 9465), (head, 8080), (worker, 8080), (router, 9464)):
         assert reaches(objects, NEIGHBOUR, target, port)
 
@@ -105,7 +111,7 @@ def test_clients_reach_routers_only(objects: list[Any]) -> None:
 
 def test_who_may_read_metrics_are_those_that_are_named() -> None:
     objects = render(example="multi-node-pipeline")
-    for component, port in (("head", 9465), ("head", 8080), ("worker", 40000), ("router", 9464)):
+    for component, port in (("head", 9465), ("head", 8080), ("worker", RANK_METRICS_PORTS[0]), ("router", 9464)):
         assert not reaches(objects, NEIGHBOUR, labels_of(objects, component), port)
     named = {"kubernetes.io/metadata.name": "monitoring"}
     for name in ("head", "worker", "router"):

@@ -1,11 +1,15 @@
 """What a rank tells Prometheus about its steps and collectives."""
 
 import urllib.request
+from contextlib import ExitStack, closing
 
+import pytest
 from helpers.ipv6 import needs_ipv6
+from helpers.ports import unlisted_port
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.rank_metrics import RankCollector
+from cluster import rank_metrics
+from cluster.rank_metrics import RankCollector, listen_for_metrics
 from parallel.mesh import Axis
 from router.metrics_listener import MetricsListener
 from workers.stats import RankStats
@@ -88,3 +92,15 @@ def test_steps_and_collectives_are_told_as_they_are_when_asked() -> None:
         assert scrape(listener)["weft_rank_energy_joules_total", ()] == 2.5
     finally:
         listener.close()
+
+
+def test_ranks_of_a_node_have_the_first_free_ones_of_their_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = [unlisted_port() for _ in range(3)]
+    monkeypatch.setattr(rank_metrics, "RANK_METRICS_PORTS", ports)
+    with ExitStack() as ranks:
+        first, second, _ = (ranks.enter_context(closing(listen_for_metrics("127.0.0.1"))) for _ in ports)
+        assert (first.address, second.address) == (f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
+        more = ranks.enter_context(closing(listen_for_metrics("127.0.0.1")))
+        assert int(more.address.rpartition(":")[2]) not in ports, "a rank without a port of these serves all the same"
+        first.close()
+        assert ranks.enter_context(closing(listen_for_metrics("127.0.0.1"))).address == first.address

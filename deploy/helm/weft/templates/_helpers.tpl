@@ -185,7 +185,7 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* Ray's own ports, which would lie among those that the NetworkPolicy opens to routers and Prometheus. Its workers' do not. */}}
+{{/* Ray's own ports, which would lie among those that the NetworkPolicy opens to routers. Its workers' do not. */}}
 {{- define "weft.rayPorts" -}}
 node-manager-port: "6380"
 object-manager-port: "6381"
