@@ -77,3 +77,42 @@ def test_what_is_just_within_is_taken(tmp_path: Path) -> None:
     spec = build_spec(read_yaml(find(objects, "ConfigMap", "demo-weft")["data"]["cluster.yaml"]))
     assert [each.cpus_per_rank for each in spec.models] == [2.0, 0.25]
     assert spec.router.link.max_backoff_s == 0
+
+
+CIDR = {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}
+LABELS = {"matchLabels": {"team": "a"}, "matchExpressions": [{"key": "b", "operator": "Exists"}]}
+
+
+@pytest.mark.parametrize("who", ["clients", "monitoring"])
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        ({}, "[0] has nothing; allowed: podSelector, namespaceSelector or both, or ipBlock alone"),
+        ({**CIDR, "podSelector": {}}, "[0] has ipBlock and podSelector; allowed:"),
+        ({"podSelector": {"matchLabls": {"a": "b"}}}, "Additional property matchLabls is not allowed"),
+        ({"namespaceSelector": {"team": "a"}}, "Additional property team is not allowed"),
+        ({"ipBlock": {"cidr": "10.0.0.0"}}, ".0.ipBlock.cidr: Does not match pattern"),
+        ({"ipBlock": {}}, ".0.ipBlock: cidr is required"),
+    ],
+    ids=str,
+)
+def test_peers_that_would_be_everybody_or_nobody_are_refused(
+    who: str, peer: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RefusedError) as refused:
+        render_values(tmp_path, {"models": [{"device": "cpu"}], "networkPolicy": {who: [peer]}})
+    assert f"networkPolicy.{who}" in str(refused.value)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "peer", [CIDR, {"podSelector": {}}, {"podSelector": LABELS, "namespaceSelector": LABELS}], ids=str
+)
+def test_peers_are_those_of_a_network_policy(peer: dict[str, Any], tmp_path: Path) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    values = {"models": [{"device": "cpu"}], "networkPolicy": {"clients": [peer], "monitoring": [peer]}}
+    objects = render_values(tmp_path, values)
+    for name in ("head", "worker", "router"):
+        policy = find(objects, "NetworkPolicy", f"demo-weft-{name}")
+        kubernetes_validate.validate(policy, "1.30", strict=True)
+        assert any(peer in rule["from"] for rule in policy["spec"]["ingress"])

@@ -591,6 +591,7 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
         ("router.ports.grpc=8265", "router.ports.grpc is 8265, which Ray's dashboard is already"),
         ("router.ports.http=443", "router.ports.http: Must be greater than or equal to 1024"),
         ("router.podDisruptionBudget.maxUnavailable=null", "maxUnavailable is required"),
+        ("router.podDisruptionBudget.maxUnavailable=101%", "maxUnavailable: Must validate at least one schema"),
         ("modelStorage.mountPath=/tmp/ray/", "mountPath is /tmp/ray/, where a Pod has something else; allowed:"),
         ("modelStorage.mountPath=/etc/weft-tls", "allowed: a folder of its own"),
         ("router.resources.requests.cpu=null", "router.resources has no cpu; allowed: a request or a limit"),

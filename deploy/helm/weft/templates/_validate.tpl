@@ -2,6 +2,7 @@
 {{- define "weft.validate" -}}
 {{- include "weft.validateNames" . }}
 {{- include "weft.validatePorts" . }}
+{{- include "weft.validatePeers" .Values.networkPolicy }}
 {{- include "weft.validateRouter" (.Values.router.settings | default dict) }}
 {{- $largest := 0 }}
 {{- $total := 0 }}
@@ -178,6 +179,18 @@
 {{- $most := dig $section (index . 3) (index . 4) $settings | float64 }}
 {{- if lt $most $least }}
 {{- fail (printf "router.settings.%s.%s is %v; allowed: at least %s, %v" $section (index . 3) $most (index . 1) $least) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Who may connect. Kubernetes refuses such peers too, but with the rest of the release installed. */}}
+{{- define "weft.validatePeers" -}}
+{{- $policy := . }}
+{{- range $who := list "clients" "monitoring" }}
+{{- range $index, $peer := get $policy $who }}
+{{- if or (empty $peer) (and (hasKey $peer "ipBlock") (gt (len $peer) 1)) }}
+{{- fail (printf "networkPolicy.%s[%d] has %s; allowed: podSelector, namespaceSelector or both, or ipBlock alone" $who $index (keys $peer | sortAlpha | join " and " | default "nothing")) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
