@@ -104,8 +104,8 @@ class ModelSection(Section):
     """A folder in Hugging Face layout, a packaged name or a hub id."""
     name: Annotated[str, Field(max_length=128, pattern=NO_BLANKS)] | None = None
     """What clients call it, no blanks in it; None: the last part of `path`."""
-    replicas: Annotated[int, Field(ge=0)] = 1
-    """Number of replica groups, at most MAX_REPLICAS."""
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
+    """Number of replica groups."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     layer_partition: tuple[Annotated[int, Field(ge=1)], ...] = ()

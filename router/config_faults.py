@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 NO_BLANKS = r"^[^\x00-\x20\x7f]*$"
 """Pattern of names."""
 
-_LARGEST = 10**15
+LARGEST = 10**15
 """No setting has a use for more, of bytes or of seconds, and whoever computes with more may not have room for it."""
 
 
@@ -25,8 +25,8 @@ def check_sizes(data: object, error: type[Exception], place: tuple[str | int, ..
         case list():
             for index, value in enumerate(data):
                 check_sizes(value, error, (*place, index))
-        case int() | float() if _LARGEST < abs(data) < math.inf:
-            raise error(f"{_dotted(place)}: {_shown(data)}; allowed: at most {_LARGEST:.0e}")
+        case int() | float() if LARGEST < abs(data) < math.inf:
+            raise error(f"{_dotted(place)}: {_shown(data)}; allowed: at most {LARGEST:.0e}")
 
 
 def describe_faults(kind: type[BaseModel], error: ValidationError) -> str:

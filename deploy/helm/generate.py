@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from cluster.config import ModelSection
+from router.config_faults import LARGEST
 from router.keys import KeyEntry
 from router.settings import RouterSettings, Section
 
@@ -86,7 +87,7 @@ def _comment_above(lines: list[str], line: int) -> str:
 
 
 def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
-    """Follow references, and leave out what says nothing about validity."""
+    """Follow references, leave out what says nothing about validity, and give every number its limit."""
     if isinstance(node, list):
         return [_inlined(item, definitions) for item in node]
     if not isinstance(node, dict):
@@ -94,6 +95,8 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
     if "$ref" in node:
         return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
     kept = {key: value for key, value in node.items() if key not in ("title", "description", "default")}
+    if kept.get("type") in ("integer", "number"):
+        kept.setdefault("maximum", LARGEST)
     if "properties" in kept:  # here keys are names of settings, whatever they are called
         kept["properties"] = {name: _inlined(item, definitions) for name, item in node["properties"].items()}
     return {key: value if key == "properties" else _inlined(value, definitions) for key, value in kept.items()}

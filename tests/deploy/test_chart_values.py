@@ -79,6 +79,23 @@ def test_what_is_just_within_is_taken(tmp_path: Path) -> None:
     assert spec.router.link.max_backoff_s == 0
 
 
+SIZES = [
+    ({"replicas": 4097}, {}),
+    ({"cache": {"num_blocks": 10**15 + 1}}, {}),
+    ({}, {"clients": {"keep_alive_s": 1e16}}),
+]
+
+
+@pytest.mark.parametrize(("model", "router"), SIZES, ids=str)
+def test_sizes_that_the_program_refuses_are_refused(
+    model: dict[str, Any], router: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ClusterConfigError):
+        build_spec({"models": [model], "router": router})
+    with pytest.raises(RefusedError, match="Must be less than or equal to"):
+        render_values(tmp_path, {"models": [{"device": "cpu", **model}], "router": {"settings": router}})
+
+
 CIDR = {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}
 LABELS = {"matchLabels": {"team": "a"}, "matchExpressions": [{"key": "b", "operator": "Exists"}]}
 

@@ -117,7 +117,7 @@ def test_each_model_has_its_own_hash_key() -> None:
         ),
         ({"models": [{"cache": {"block_size": "16"}}]}, 'models[0].cache.block_size: "16"; allowed: a valid integer'),
         ({"models": [{"replicas": True}]}, "models[0].replicas: true; allowed: a valid integer"),
-        ({"models": [{"replicas": 2**31}]}, "models[0]: replicas is 2147483648; allowed: 0 to 4096"),
+        ({"models": [{"replicas": 2**31}]}, "models[0].replicas: 2147483648; allowed: less than or equal to 4096"),
         (
             {"models": [{"max_replicas": 2**31}]},
             "models[0].max_replicas: 2147483648; allowed: less than or equal to 4096",
