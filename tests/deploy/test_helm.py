@@ -27,6 +27,7 @@ from helpers.chart import (
 )
 from helpers.kube_api import KubeApi, kube_api
 from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
+from ray.scripts.scripts import start
 from weft.yaml_text import read_yaml
 
 from cluster.cli import app
@@ -312,6 +313,13 @@ def test_rays_autoscaler_knows_which_workers_have_the_accelerator() -> None:
     assert placement.bundle.keys() <= types["gpu4"]["resources"].keys(), "else it never asks for such a worker"
     with pytest.raises(RefusedError, match=r"models\[0\]\.accelerator is H100; no worker group has it"):
         render(*wanted)
+
+
+def test_ray_takes_the_flags_of_its_nodes() -> None:
+    spec = find(render(example="multi-node-pipeline"), "RayCluster")["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        flags = [f"--{name}={value}" for name, value in group["rayStartParams"].items()]
+        assert start.make_context("start", flags).params["dashboard_agent_listen_port"] == 6384
 
 
 def test_ray_asks_for_a_token_where_wanted() -> None:

@@ -1,6 +1,8 @@
 """The files for `ray up`: Ray's own validation takes them, and they serve what the program takes."""
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import yaml
 from helpers.chart import REPOSITORY
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.scripts.scripts import start
 
 from cluster.config import build_spec, load_cluster_file
 
@@ -29,6 +32,33 @@ def test_ray_takes_the_file(provider: str) -> None:
 def test_ray_refuses_a_misspelt_key() -> None:
     with pytest.raises(Exception, match="worker_start_ray_command"):
         validate_config(prepare_config(load("aws") | {"worker_start_ray_command": []}))
+
+
+def commands(provider: str) -> list[str]:
+    return [command for key, part in load(provider).items() if key.endswith("_commands") for command in part]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_ray_and_the_shell_take_the_commands(provider: str) -> None:
+    for command in commands(provider):
+        subprocess.run(["bash", "-n", "-c", f"({command})"], check=True, timeout=60)
+    flags = [
+        part.split("ray start")[1] for each in commands(provider) for part in each.split(";") if "ray start" in part
+    ]
+    is_head = [start.make_context("start", shlex.split(each)).params["head"] for each in flags]
+    assert is_head == [True, False]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_commands_of_the_environment_come_before_others(provider: str, tmp_path: Path) -> None:
+    (set_path,) = (command for command in commands(provider) if ".bashrc" in command)
+    before = "[[ $- == *i* ]] || return\nexport PATH=$HOME/myvenv/bin:$PATH\n"  # as Debian's begins
+    (tmp_path / ".bashrc").write_text(before)
+    for _ in range(2):
+        subprocess.run(
+            ["bash", "-c", set_path], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, check=True, timeout=60
+        )
+    assert (tmp_path / ".bashrc").read_text() == f"export PATH=$HOME/venv/bin:$PATH\n{before}"
 
 
 @pytest.mark.parametrize("provider", ["aws", "gcp"])
