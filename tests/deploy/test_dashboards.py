@@ -24,6 +24,7 @@ from helpers.promql import (
     rules,
     variable_queries,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 _TARGET_LABELS = {"instance", "job", "router", "node", "installation"}
 """Labels that Prometheus adds to what it scrapes: router and node come from the controller's list, installation from
@@ -70,6 +71,25 @@ def test_dashboards_have_uids_of_their_own() -> None:
 def test_queries_ask_for_metrics_and_labels_that_exist(exposed: Labels) -> None:
     faults = [fault for query in (*panel_queries(), *rule_queries()) for fault in _faults(query, exposed)]
     assert not faults, "\n".join(faults)
+
+
+def test_queries_ask_for_label_values_that_exist(pages: list[str]) -> None:
+    told = {
+        (sample.name, label, value)
+        for page in pages
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        for label, value in sample.labels.items()
+    }
+    asked = {each for query in (*panel_queries(), *rule_queries()) for each in query.values}
+    assert ("weft_router_slo_requests_total", "result", "ttft_missed") in asked
+    assert asked - told == set()
+
+
+def test_only_what_grows_has_a_rate() -> None:
+    rated = {name for query in (*panel_queries(), *rule_queries()) for name in query.rated}
+    assert len(rated) > 30
+    assert {name for name in rated if not re.search("_(total|bucket|sum|count)$", name)} == set()
 
 
 def test_panels_show_the_models_that_were_chosen(exposed: Labels) -> None:

@@ -15,6 +15,8 @@ PROMETHEUS = REPOSITORY / "deploy/prometheus"
 
 _METRIC = re.compile(r"(?<![\w:$])(weft[:_][\w:]+)\s*(?:\{([^}]*)\})?")
 _SELECTOR_LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
+_MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"$]*)"')
+_RATED = re.compile(r"\b(?:rate|increase)\(\s*(weft_\w+)")
 _GROUPING = re.compile(r"\b(?:by|on|without|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 _LEGEND_LABEL = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 _LABEL_VALUES = re.compile(r"label_values\((.+),\s*(\w+)\)$")
@@ -35,6 +37,21 @@ class Query:
         for name, selector in _METRIC.findall(self.expression):
             found.setdefault(name, set()).update(_SELECTOR_LABEL.findall(selector))
         return found
+
+    @property
+    def values(self) -> set[tuple[str, str, str]]:
+        """Metric, label and value wherever a value is spelt out; of alternatives each."""
+        return {
+            (name, label, value)
+            for name, selector in _METRIC.findall(self.expression)
+            for label, values in _MATCHER.findall(selector)
+            for value in values.split("|")
+        }
+
+    @property
+    def rated(self) -> set[str]:
+        """The metrics whose growth is asked for."""
+        return set(_RATED.findall(self.expression))
 
     @property
     def grouping_labels(self) -> set[str]:
