@@ -115,7 +115,7 @@ def make_chart(hosts: Hosts, folder: Path, *settings: str, **environment: str) -
     places = {
         "/etc/weft/": f"{folder}/",
         "demo-weft-control:": f"{hosts.machines[0].address}:",
-        "demo-weft:": f"{hosts.operator.address}:",
+        "demo-weft.llm:": f"{hosts.operator.address}:",
         "$(POD_NAME)": "router-a",
     }
     return Chart(hosts=hosts, objects=objects, places=places, environment=environment)
