@@ -163,7 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         engine.close()
     _print(ceiling, phases, attention_s)
-    found = {"phases": [{**asdict(phase), "share": phase.share} for phase in phases], "attention_s": attention_s}
+    found = {
+        "phases": [{**asdict(phase), "share": phase.share} for phase in phases],
+        "attention_s": attention_s,
+        "growth_target": _GROWTH_TARGET,
+    }
     settings = {name: str(value) for name, value in vars(options).items()}
     fields = {"settings": settings, "ceiling": asdict(ceiling), **found}
     end_with_line("roofline", fields, has_torch=True, file=options.json)
