@@ -132,9 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print tables and one line of JSON."""
     options = _parse(arguments)
     settings = {"device": options.device, "dtype": options.dtype, **parse_settings(options.set)}
+    device = select_device(str(settings["device"]))  # before a model of its size is written
     folder = find_model(options.model)
     config = engine_config(folder, settings)
-    device = select_device(config.device)
     dtype = choose_dtype(config.dtype, folder, device, config.kernels)
     description = describe_model(folder)
     int8_linears, int8_cache = config.quantization == "int8", config.cache.dtype == "int8"

@@ -28,6 +28,7 @@ from rich.table import Table
 from bench.load.geometries import find_model
 from bench.result_line import add_json_flag, append_line, end_with_line
 from bench.script import make_parser, run_script
+from parallel.device.select import select_device
 
 _INTERRUPTED = 130
 _PEERS = "llama.cpp,openvino,vllm"
@@ -184,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for each in args.only:
             console.print(f"{each.name:16} python -m {each.command}")
         return
+    select_device(args.device)  # a benchmark would write its model first, or take a CPU
     results: list[Result] = []
     try:
         for benchmark in args.only:

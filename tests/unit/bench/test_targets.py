@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import targets
 from bench.targets import ON_CPU, ON_CUDA, Benchmark, Target
+from parallel.errors import DeviceError
 
 BY_NAME = {each.name: each for each in ON_CPU}
 Measure = Callable[..., tuple[int, str, list[dict[str, object]]]]
@@ -166,3 +168,10 @@ def test_an_unknown_name_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         targets.main(["--only", "step,plans"])
     assert ended.value.code == 2
     assert "--only: 'plans'; allowed: peers-110m, " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "run", None)
+    with pytest.raises(DeviceError, match="cuda"):
+        targets.main(["--device", "cuda"])
