@@ -582,7 +582,10 @@ def test_helm_test_shows_its_key_and_knows_the_routers_authority() -> None:
         ("models[0].tensor_parallel=2", "models[0] needs 2 GPUs on one worker; the largest worker group has 1"),
         ("models[0].replicas=2", "models[0].replicas is 2, of 1 GPUs each; the worker groups have room for 1 at most"),
         ("models[0].device=auto", "models[0].device is auto; allowed: cuda or cpu"),
-        ("models[0].path=Qwen/Qwen3-8B", 'models[0].path is the hub id "Qwen/Qwen3-8B"'),
+        (
+            "models[0].path=Qwen/Qwen3-8B",
+            '"Qwen/Qwen3-8B", and modelStorage.kind is none; allowed: a storage that head and workers share',
+        ),
         ("modelStorage.kind=claim", "modelStorage.claimName is missing"),
         ("modelStorage.kind=hostPath", "modelStorage.hostPath is missing"),
         ("router.autoscaling.maxReplicas=1", "allowed: at least minReplicas, 2"),

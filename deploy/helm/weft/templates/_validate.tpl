@@ -77,7 +77,7 @@
 {{- end }}
 {{- $path := $model.path | default "weft-tiny" }}
 {{- if and (eq $.Values.modelStorage.kind "none") (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$" $path) }}
-{{- fail (printf "models[%d].path is the hub id %q, and modelStorage.kind is none; allowed: a storage that head, workers and routers share" $index $path) }}
+{{- fail (printf "models[%d].path is the hub id %q, and modelStorage.kind is none; allowed: a storage that head and workers share" $index $path) }}
 {{- end }}
 {{- end }}
 {{- if gt (int $wanted) (int $total) }}
