@@ -145,7 +145,7 @@ class CacheFlags:
         bool | None,
         _of_cache(
             "--async-scheduling/--no-async-scheduling",
-            help="Plan a step while the one before it runs; default: on a GPU, and on a CPU while requests wait.",
+            help="Plan a step while the one before runs; default: on a GPU; on a CPU of one rank while requests wait.",
         ),
         Setting("models[0].scheduler.async_scheduling"),
     ] = None

@@ -97,12 +97,23 @@ def _parser() -> argparse.ArgumentParser:
         "--trace-protocol", choices=list(TraceProtocol), default=TraceProtocol.GRPC,
         metavar="PROTOCOL", help=f"one of {', '.join(TraceProtocol)} (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--trace-ratio", type=float, default=1.0, metavar="R", help="part of requests to trace, 0 to 1")
+    parser.add_argument(
+        "--trace-ratio", type=float, default=1.0, metavar="R",
+        help="part of requests to trace, 0 to 1 (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--record-decisions", metavar="FOLDER", help="where to write what is decided, for weft replay")
-    parser.add_argument("--grace", type=float, default=30.0, metavar="S", help="for requests in flight at the end")
-    parser.add_argument("--unready", type=float, default=0.0, metavar="S", help="before: not ready, but still serving")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="S",
+        help="seconds for requests in flight at the end (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--unready", type=float, default=0.0, metavar="S",
+        help="seconds before that: not ready, but still serving (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--log-requests", action="store_true", help="a line of JSON for each request that ended")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: %(default)s)"
+    )
     return parser
 
 

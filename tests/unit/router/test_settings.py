@@ -68,3 +68,14 @@ def test_what_is_wrong_is_told(text: str, told: str) -> None:
         config("--settings", text)
     assert str(caught.value).startswith("--settings: ")
     assert told in str(caught.value)
+
+
+def test_help_tells_the_default_of_each_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"])
+    options = " ".join(capsys.readouterr().out.split()).split(" --")
+    defaults = parse_flags(["--control", "127.0.0.1:1"])
+    numbers = {name: value for name, value in vars(defaults).items() if type(value) in (int, float)}
+    assert {"port", "trace_ratio", "grace", "unready"} <= numbers.keys()
+    for name, value in numbers.items():
+        assert any(each.startswith(name.replace("_", "-")) and f"(default: {value})" in each for each in options), name
