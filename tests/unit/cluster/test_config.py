@@ -1,10 +1,13 @@
 import dataclasses
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from cluster.config import ModelSection, RouterSection, build_spec, load_cluster_file
+from cluster.config import ClusterFile, ModelSection, RouterSection, build_spec, load_cluster_file
 from cluster.errors import ClusterConfigError
 from router.config import PolicyName, RouterConfig, TraceProtocol
 from workers.config import EngineConfig
@@ -305,3 +308,29 @@ def test_what_is_merged_may_be_said_otherwise(tmp_path: Path) -> None:
         ("a", 2),
         ("b", 2),
     ]
+
+
+MANUAL = Path(__file__).resolve().parents[3] / "docs/settings.md"
+SHOWN_OTHERWISE = {
+    *("name", "replicas", "tensor_parallel", "max_context", "num_threads", "stream_interval_s", "cache.num_blocks"),
+    *("scheduler.prefill_chunk_tokens", "scheduler.async_scheduling", "controller.metrics_port"),
+}
+"""Settings of which the manual shows another value than the default, which it says in words where that is null."""
+
+
+def leaves(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting below a section of the file, by dotted path; those of the first model without "models"."""
+    if isinstance(section, dict):
+        for name, value in section.items():
+            yield from leaves(value[0] if name == "models" else value, f"{path}.{name}" if path else name)
+    else:
+        yield path.removeprefix("models."), section
+
+
+def test_the_manual_has_every_setting_and_its_default() -> None:
+    (example,) = re.findall(r"^```yaml\n(models:.*?)^```", MANUAL.read_text(), re.MULTILINE | re.DOTALL)
+    shown = yaml.safe_load(example)
+    build_spec(shown)
+    told, there = dict(leaves(shown)), dict(leaves(ClusterFile().model_dump(mode="json")))
+    assert there.keys() - told.keys() == {"router.link.tls"}, "which the section inner_tls sets"
+    assert {path for path, value in told.items() if value != there[path]} == SHOWN_OTHERWISE
