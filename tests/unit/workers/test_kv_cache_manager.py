@@ -28,8 +28,11 @@ def make_cache(
     )
 
 
-def make_sequence(num_tokens: int, *, first: int = 0, cache_salt: str = "") -> Sequence:
-    request = make_request("r", list(range(first, first + num_tokens)), cache_salt=cache_salt)
+def make_sequence(num_tokens: int, *, first: int = 0, num_generated: int = 0, cache_salt: str = "") -> Sequence:
+    """Of so many tokens, the last `num_generated` of which are its output so far."""
+    tokens = list(range(first, first + num_tokens))
+    num_prompt = num_tokens - num_generated
+    request = make_request("r", tokens[:num_prompt], generated=tuple(tokens[num_prompt:]), cache_salt=cache_salt)
     return Sequence(
         request=request, arrival_number=0, stop_token_ids=frozenset(), max_num_tokens=num_tokens + 16, arrival_s=0.0
     )
@@ -549,3 +552,15 @@ def test_tokens_from_the_host_are_counted_once_for_all_groups() -> None:
     assert prefix == [-1] * 4
     cache.share(sequence, prefix)
     assert sequence.num_host_tokens == 8
+
+
+@pytest.mark.parametrize(("num_generated", "num_host_tokens"), [(3, 10), (7, 6)])
+def test_output_from_the_host_counts_as_no_cached_prompt(num_generated: int, num_host_tokens: int) -> None:
+    """A request that began elsewhere: its output so far may lie in the last block of its prompt, and after it."""
+    cache, _ = with_host(4, 8)
+    serve(cache, make_sequence(13))
+    serve(cache, make_sequence(16, first=100))
+    cache.take_copies()
+    sequence = make_sequence(13, num_generated=num_generated)
+    cache.share(sequence, cache.match_prefix(sequence))
+    assert (sequence.num_full_blocks, sequence.num_host_tokens) == (3, num_host_tokens)
