@@ -425,6 +425,12 @@ def test_room_is_kept_in_every_group() -> None:
     assert cache.num_reserved_blocks(sequence) == 2 * 2  # its second block, and one to grow
     assert cache.fits_rest(sequence, reserve=20 - 2 - 2)
     assert not cache.fits_rest(sequence, reserve=20 - 2 - 2 + 1)
+    compute(cache, sequence, 4)
+    later = make_sequence(16)
+    prefix = cache.match_prefix(later)
+    assert prefix == sequence.block_table
+    assert cache.fits(later, prefix, reserve=20 - 4 - 4)  # two more blocks in each
+    assert not cache.fits(later, prefix, reserve=20 - 4 - 4 + 1)
 
 
 def with_host(num_blocks: int, num_host_blocks: int) -> tuple[KVCacheManager, BlockPool]:
