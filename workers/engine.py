@@ -114,8 +114,7 @@ class Engine:
         self._delivery = Delivery(self._scheduler, self.stats)
         self._submitted: deque[_SubmittedPlan] = deque()
         self._busy_since_s = 0.0  # while a step is in flight: since when its time is in no statistics
-        self._stored: list[bytes] = []  # this and the next: for the next result
-        self._evicted: list[bytes] = []
+        self._events: dict[bytes, bool] = {}  # for the next result: hash -> whether it was stored, else evicted
 
     @property
     def has_work(self) -> bool:
@@ -219,8 +218,9 @@ class Engine:
         outputs = self._delivery.take()
         if not self._submitted:
             self._take_events()  # else what the steps in flight store is told when they are done
-        stored, self._stored = self._stored, []
-        evicted, self._evicted = self._evicted, []
+        events, self._events = self._events, {}
+        stored = [block_hash for block_hash, is_stored in events.items() if is_stored]
+        evicted = [block_hash for block_hash, is_stored in events.items() if not is_stored]
         return StepResult(outputs=outputs, stored_block_hashes=stored, evicted_block_hashes=evicted, load=self.load)
 
     def check(self) -> None:
@@ -317,8 +317,8 @@ class Engine:
 
     def _take_events(self) -> None:
         stored, evicted = self._pool.take_events()
-        self._stored += stored
-        self._evicted += evicted
+        self._events.update(dict.fromkeys(stored, True))
+        self._events.update(dict.fromkeys(evicted, False))
 
 
 def _tell_room(max_context: int, cache: KVCacheManager, *, wanted: int) -> None:

@@ -369,14 +369,19 @@ def test_a_stall_is_seen_between_tokens_and_not_before_the_first(looks_ahead: bo
     assert list(engine.stats.ttft_s.take()) == pytest.approx([0.001] * 3)
 
 
-def test_events_add_up_to_what_is_resident() -> None:
+@pytest.mark.parametrize("num_steps", [1, 5])
+def test_events_add_up_to_what_is_resident(num_steps: int) -> None:
+    """However many steps were collected for a result."""
     executor = FakeExecutor(num_blocks=10)
     engine = fake_engine(executor)
     resident: set[bytes] = set()
     for i in range(6):
-        engine.add_request(request(str(i), [i] * 9, max_tokens=8))
+        engine.add_request(request(str(i), [i % 3] * 9, max_tokens=8))  # what was evicted is stored again
     while engine.has_work:
-        result = engine.step()
+        for _ in range(num_steps):
+            engine.launch()
+            engine.collect()
+        result = engine.take_result()
         resident |= set(result.stored_block_hashes)
         resident -= set(result.evicted_block_hashes)
         assert resident == set(engine._pool.resident_hashes())
