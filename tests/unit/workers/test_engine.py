@@ -142,6 +142,7 @@ def test_failed_sampling_ends_one_request_only() -> None:
     engine = fake_engine(executor)
     outcomes = run(engine, [request("bad", [9, 9]), request("good", [1, 2])])
     assert isinstance(outcomes["bad"].error, RequestFailedError)
+    assert str(outcomes["bad"].error) == "logits are not finite", "the client learns why"
     assert outcomes["good"].token_ids == run_alone(request("good", [1, 2]))
     assert engine.stats.num_failed == 1
     assert run(engine, [request("bad", [1, 2])])["bad"].finish is not None, "its id is free again"
