@@ -97,7 +97,7 @@ class DecodeRun:
 
     def look_ahead(self) -> None:
         """Make ready what the next step has in common with the last; for a moment when nothing waits."""
-        if self._last is not None and not self._outgrows(self._last):
+        if self._last is not None:
             self._after = self._step_after(self._last)
 
     def _step_after(self, last: _Decodes) -> _Decodes:
@@ -106,7 +106,7 @@ class DecodeRun:
         before = last.inputs.metas
         positions = before[0].context_lens_host
         tables, block_tables = last.tables, [meta.block_tables for meta in before]
-        if self._outgrows(last):
+        if before[0].max_context_len >= tables[0].shape[1] * self._slots.block_size:  # it needs longer ones
             block_tables = to_tensors(self._slots.block_tables(last.slots_S, before[0].max_context_len + 1), np.int32)
             tables = [block_table.numpy() for block_table in block_tables]
         slot_mappings = [slot_mapping + 1 for slot_mapping in last.slot_mappings]
@@ -140,11 +140,6 @@ class DecodeRun:
             tables=tables,
             inputs=inputs,
         )
-
-    def _outgrows(self, last: _Decodes) -> bool:
-        """Whether the step after `last` needs longer block tables."""
-        num_entries: int = last.tables[0].shape[1]
-        return last.inputs.metas[0].max_context_len >= num_entries * self._slots.block_size
 
     def _enter_block(self, step: _Decodes, row: int) -> None:
         """Let a sequence's token be the first of a block. Tables keep their memory: it lies past earlier contexts."""
