@@ -176,6 +176,7 @@ def test_each_group_of_layers_has_tables_and_slots_of_its_own() -> None:
             ScheduledSequence(1, 6, 3, [1, 2, 3], [11, 12], True),
         ])
     )  # fmt: skip
+    assert step.token_ids.tolist() == [3, 1, 2, 3]
     first, second = step.metas
     assert first.block_tables.tolist() == [[5, 0, 0], [7, 9, 11]]
     assert second.block_tables.tolist() == [[6, 0, 0], [8, 10, 12]]
