@@ -397,6 +397,16 @@ def test_several_plans_in_flight_change_nothing(max_in_flight: int, looks_ahead:
         assert outcomes[item.request_id].token_ids == run_alone(item)
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_chunks_are_no_smaller_where_windows_slide_and_several_are_in_flight(max_in_flight: int) -> None:
+    plans: list[StepPlan] = []
+    executor = FakeExecutor(num_blocks=400, windows=(None, 9), max_in_flight=max_in_flight)
+    executor.on_submit = plans.append
+    engine = fake_engine(executor, prefill_chunk_tokens=16)
+    run(engine, [request("a", range(64), max_tokens=1)])
+    assert [plan.scheduled.nums_tokens for plan in plans] == [[16]] * 4
+
+
 def test_steps_can_be_planned_ahead_only_while_requests_wait() -> None:
     executor = FakeExecutor(max_in_flight=2)
     executor.lookahead = Lookahead.WHILE_REQUESTS_WAIT
