@@ -433,6 +433,18 @@ def test_room_is_kept_in_every_group() -> None:
     assert not cache.fits(later, prefix, reserve=20 - 4 - 4 + 1)
 
 
+def test_room_is_kept_for_a_window_beside_a_group_that_sees_everything() -> None:
+    cache = make_cache(40, windows=(None, 10), max_tokens_in_flight=4)
+    sequence = make_sequence(40)
+    for _ in range(5):
+        compute(cache, sequence, 4)
+
+    # one group gets the other five blocks and one to grow; the other, which holds three, two of what is in flight
+    assert (num_owned(cache), cache.num_reserved_blocks(sequence)) == (5 + 3, 6 + 2)
+    assert cache.fits_rest(sequence, reserve=40 - 8 - (5 + 2))
+    assert not cache.fits_rest(sequence, reserve=40 - 8 - (5 + 2) + 1)
+
+
 def with_host(num_blocks: int, num_host_blocks: int) -> tuple[KVCacheManager, BlockPool]:
     pool = BlockPool(num_blocks, enable_prefix_caching=True, host=HostTier(num_host_blocks))
     return KVCacheManager(pool, block_size=4, hash_key=b"key"), pool
