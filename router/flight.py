@@ -112,7 +112,7 @@ class Flight:
         self._lost_prefill_s = 0.0
         self._lost_decode_s = 0.0
         self._hashes: list[bytes] | None = None
-        route.note_opened()  # until `close`
+        route.held.add(self)
 
     async def hold(self, most: int) -> None:
         """Wait while the model has no replica; for longer where one is started because somebody asks.
@@ -167,7 +167,7 @@ class Flight:
 
     def close(self) -> None:
         """Abort the request wherever it is, unless it has ended. Once."""
-        self._route.note_closed()
+        self._route.held.discard(self)
         part = self._leave()
         if part is not None:
             part.link.abort(part.wire_id)
@@ -219,6 +219,7 @@ class Flight:
         return part
 
     async def _place(self) -> _Part:
+        self._route.held.add(self)
         self._placing.seek(time.monotonic())
         while True:
             await self._prepare_again()
@@ -262,6 +263,7 @@ class Flight:
         span = self._span.child("weft.replica_call", is_call=True)
         span.set(weft__replica=link.replica_id, weft__choice=choice.reason, weft__predicted_cached_tokens=predicted)
         inbox = link.submit(self._submission(wire_id, span.context), num_pending_tokens=num_tokens - predicted)
+        self._route.held.discard(self)
         self._metrics.choices.labels(self._route.name, choice.reason).inc()
         if self._first_prediction is None:
             self._first_prediction = min(predicted, len(request.prompt_token_ids))

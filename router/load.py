@@ -40,11 +40,6 @@ class LoadEstimate:
         """Tokens still to be computed there."""
         return self._reported_tokens + self._unseen_tokens
 
-    @property
-    def num_own_requests(self) -> int:
-        """Requests of this router on the replica."""
-        return len(self._entries)
-
     def submit(self, request_id: str, num_pending_tokens: int) -> None:
         """Note a request that was sent."""
         entry = _Entry(pending_tokens=num_pending_tokens, frame=self._num_frames)

@@ -87,14 +87,13 @@ class Route(Generic[LinkT]):
         self.policy = policy
         self.index = PrefixIndex()
         self.links: dict[ReplicaId, LinkT] = {}
-        self._removed: list[LinkT] = []
-        """Links that were removed and may have requests still."""
         self.block_size: int | None = None
         """Tokens in a block; None until a replica was connected."""
-        self.num_open = 0
-        """Requests that were accepted and have not ended."""
+        self.held: set[object] = set()
+        """Requests that were accepted and are to go to a replica: those that wait for their place included, and not
+        those that a replica has answered and whose clients have yet to read it."""
         self.num_waiting = 0
-        """Open requests that wait while there is no replica, and have been on none."""
+        """Requests that were accepted and wait while there is no replica, and have been on none."""
         self.num_finished = 0
         """Requests that were served, without those that began while there was no replica."""
         self.num_on_time = 0
@@ -138,10 +137,7 @@ class Route(Generic[LinkT]):
     @property
     def demand(self) -> Demand:
         """What clients ask of it, for the controller."""
-        num_placed = sum(link.load.num_own_requests for link in (*self.links.values(), *self._removed))
-        return Demand(
-            num_held=max(0, self.num_open - num_placed), num_finished=self.num_finished, num_on_time=self.num_on_time
-        )
+        return Demand(num_held=len(self.held), num_finished=self.num_finished, num_on_time=self.num_on_time)
 
     def update(self, served: ServedModel) -> None:
         """Take over what membership says now."""
@@ -177,14 +173,6 @@ class Route(Generic[LinkT]):
             return []
         return block_hashes(root_hash(self._hash_key, cache_salt), token_ids, self.block_size)
 
-    def note_opened(self) -> None:
-        """A request for the model was accepted."""
-        self.num_open += 1
-
-    def note_closed(self) -> None:
-        """A request that was accepted has ended."""
-        self.num_open -= 1
-
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A request that was accepted waits for a first replica, for the length of the block."""
@@ -207,9 +195,7 @@ class Route(Generic[LinkT]):
     def remove(self, replica_id: ReplicaId) -> LinkT:
         """Remove a replica that is no longer the model's, and return its link; it may end the requests that it has."""
         self.note_change()
-        link = self.links.pop(replica_id)
-        self._removed = [each for each in (*self._removed, link) if each.load.num_own_requests]
-        return link
+        return self.links.pop(replica_id)
 
     def note_change(self) -> None:
         """A link has become ready or unready, or its breaker has opened or closed."""

@@ -88,7 +88,7 @@ class SimulatedFlight:
         except OverloadedError as error:
             self._end(error.code.name.lower())
             return
-        router.route.note_opened()
+        router.route.held.add(self)
         if router.places.start(self._ticket):
             self.start()
         else:
@@ -103,6 +103,7 @@ class SimulatedFlight:
     def seek(self) -> None:
         """Look for a replica, now or, where there is none, again later."""
         router, now_s = self._router, self._router.time.now_s
+        router.route.held.add(self)
         if self._hashes is None:
             self._hashes = router.route.hash_blocks((*self.call.prompt, *self.generated), "")
         try:
@@ -156,6 +157,7 @@ class SimulatedFlight:
             sampling=SamplingParams(max_tokens=1 << (self.call.num_out - 1).bit_length()),
         )
         choice.link.send(self, request, num_tokens - choice.num_cached_tokens)
+        self._router.route.held.discard(self)
 
     def _after_refusal(self, replica_id: ReplicaId, code: StatusCode) -> None:
         match code:
@@ -173,8 +175,8 @@ class SimulatedFlight:
         assert not self.outcome, f"request {self.number} ended twice: {self.outcome}, {outcome}"
         self.outcome = outcome
         self._hashes = None
+        self._router.route.held.discard(self)
         if self._ticket is not None:
-            self._router.route.note_closed()
             self._router.give_back(self._ticket)
         is_on_time = self._meter.end(outcome, is_finished=outcome == "stop")
         if is_on_time is not None:

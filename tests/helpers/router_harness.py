@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 BOS = 256
 
+SMALLEST_WINDOW = (("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0))
+"""Of a client that takes 5 bytes, the head of a message, before it reads."""
+
 
 class ByteTokenizer:
     """One token a byte, and a beginning-of-sequence token before a plain prompt."""

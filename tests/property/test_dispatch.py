@@ -391,10 +391,10 @@ class World:
         assert not turns._held
         assert not any(not turn.done() for line in (turns._line, turns._first_line) for turn in line)
         route = self.directory.resolve(MODEL)
-        assert (route.num_open, route.num_waiting, route.demand.num_held) == (0, 0, 0)
+        assert (route.num_waiting, route.demand.num_held) == (0, 0)
         for link in self.links:
             assert not link._inboxes
-            assert link.load.num_own_requests == 0
+            assert not link.load._entries
             assert not link._unanswered
             assert not link.breaker._is_probing
             assert not any(message.HasField("submit") for message in link._outgoing)

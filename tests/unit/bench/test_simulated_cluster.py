@@ -94,7 +94,7 @@ def check_whole(simulated: Run, outcome: ClusterOutcome) -> None:
         num_resident = len(replica.pool.resident_hashes())
         assert {router.route.index.num_blocks(replica.replica_id) for router in simulated.routers} == {num_resident}
     for router in simulated.routers:
-        assert (router.places.num_in_flight, router.places.num_queued, router.route.num_open) == (0, 0, 0)
+        assert (router.places.num_in_flight, router.places.num_queued, router.route.demand.num_held) == (0, 0, 0)
         assert [link.load.num_requests for link in router.route.links.values()] == [0] * len(router.route.links)
 
 

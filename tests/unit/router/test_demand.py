@@ -9,9 +9,10 @@ from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica
 from helpers.polling import poll, until
 from helpers.ports import unlisted_port
-from helpers.router_harness import RunningRouter, router_config, running_router, text_request
+from helpers.router_harness import SMALLEST_WINDOW, RunningRouter, router_config, running_router, text_request
 from weft.v1 import control_pb2
 from weft.v1 import inference_pb2 as pb
+from weft.v1.inference_pb2_grpc import InferenceStub
 
 from router.config import AdmissionConfig, FailoverConfig
 from router.demand import Demand, growth
@@ -253,6 +254,26 @@ async def test_request_on_a_replica_is_not_held(control: FakeControl, monkeypatc
         assert control.num_held == 0
         a.resume()
         await asking
+
+
+async def test_answer_that_its_client_has_not_read_yet_is_not_held(
+    control: FakeControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.demand.REPORT_S", 0.05)
+    async with (
+        FakeReplica("a") as a,
+        running_router(router_config(control=control.address)) as router,
+        grpc.aio.insecure_channel(router.addresses.grpc, SMALLEST_WINDOW) as channel,
+    ):
+        control.set_replicas({"a": a.address})
+        await router.wait_ready(1)
+        slow = InferenceStub(channel).Generate(text_request("hello"))
+        await a.wait_until(lambda: bool(a.submits) and not a.num_requests)
+        num_reports = len(control.reports)
+        await until(lambda: len(control.reports) >= num_reports + 2)
+        assert total(control, "num_finished") == 0, "it has not ended"
+        assert control.num_held == 0, "no further replica would help it"
+        assert [each async for each in slow][-1].HasField("finished")
 
 
 def test_a_model_that_comes_back_has_not_shrunk() -> None:

@@ -43,7 +43,7 @@ def test_unsent_and_aborted_leaves_no_trace() -> None:
     load = LoadEstimate()
     load.submit("x", 100)
     load.end("x")
-    assert (load.num_requests, load.num_pending_tokens, load.num_own_requests) == (0, 0, 0)
+    assert (load.num_requests, load.num_pending_tokens) == (0, 0)
 
 
 def test_own_requests_are_a_floor() -> None:

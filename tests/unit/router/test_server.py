@@ -11,6 +11,7 @@ from helpers.fake_control import FakeControl
 from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
 from helpers.polling import GUARD_S, poll
 from helpers.router_harness import (
+    SMALLEST_WINDOW,
     ByteTokenizer,
     RunningRouter,
     prompt_ids,
@@ -26,8 +27,6 @@ from router.errors import DeadlineError
 from router.server import _abort, _abort_unexpected
 
 NAN = float("nan")
-SMALLEST_WINDOW = (("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0))
-"""Of a client that takes 5 bytes, the head of a message, before it reads."""
 
 
 def tiny(**fields: object) -> pb.GenerateRequest:
