@@ -57,7 +57,8 @@ class PrefixAffinity:
     def _work(self, request: RouteRequest, replicas: Sequence[ReplicaView], home: ReplicaId | None) -> list[int]:
         num_tokens, cost_tokens = request.num_tokens, self._config.request_cost_tokens
         work = [
-            max(num_tokens - replica.num_cached_blocks * replica.block_size, 0)
+            num_tokens
+            - replica.num_cached_blocks * replica.block_size
             + replica.num_pending_tokens
             + cost_tokens * replica.num_requests
             for replica in replicas
