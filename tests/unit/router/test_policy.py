@@ -79,6 +79,8 @@ def test_overloaded_replica_gets_nothing_for_its_cache_and_affinity_holds_among_
     policy = affinity(request_cost_tokens=0)
     views = [view("a", 40, cached=60), view("b", 2, cached=50), view("c", 0), view("d", 0)]
     assert policy.choose(request(1000), views).replica_id == "b"
+    views = [view("a", 40, cached=60), view("b", 20, cached=50), view("c", 20), view("d", 20)]
+    assert policy.choose(request(1000), views).replica_id == "a", "others have half as many: that is not overloaded"
 
 
 def test_cold_prefix_has_one_home_for_all_routers() -> None:
