@@ -129,8 +129,11 @@ def test_requests_that_are_gone_leave_nothing(is_taken_back: bool) -> None:
     assert held < 20_000
 
 
-def test_blocks_that_are_hashed_otherwise_are_not_noted() -> None:
+def test_blocks_are_noted_as_they_come_and_go_and_not_those_that_are_hashed_otherwise() -> None:
     replica = Replica()
+    replica.book.note_blocks([b"2"], [b"1"])
+    assert replica.index.match([b"2"]) == {ReplicaId("a"): 1}
+    assert replica.index.match([b"1"]) == {}
     replica.book.note_disconnected()
     replica.book.note_snapshot(None)
     replica.book.note_blocks([b"1"], [])
