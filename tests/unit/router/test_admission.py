@@ -66,6 +66,25 @@ async def test_one_more_than_fits_is_refused_with_a_hint() -> None:
         assert queue.places.num_queued == 1
 
 
+def test_hint_is_the_time_in_which_those_that_wait_get_their_places() -> None:
+    places = Places(AdmissionConfig(max_in_flight=1, max_queued=3))
+    tickets = [places.enter() for _ in range(4)]
+    assert [places.start(ticket) for ticket in tickets] == [True, False, False, False]
+    now_s = 0.0
+    for _ in range(100):
+        now_s += 2.0
+        assert places.leave(tickets.pop(0), now_s) == tickets[0]
+        tickets.append(places.enter())
+        places.start(tickets[-1])
+    assert places.retry_after_s == pytest.approx(2.0 * 4, rel=0.01)
+    while tickets:
+        now_s += 2.0
+        places.leave(tickets.pop(0), now_s)
+    places.start(ticket := places.enter())
+    places.leave(ticket, now_s + 3600.0)
+    assert places.retry_after_s == pytest.approx(2.0, rel=0.01), "an hour in which nobody waited says nothing"
+
+
 async def test_deadline_ends_the_wait() -> None:
     queue = admission(1, 5)
     first = Client(queue)
