@@ -226,8 +226,7 @@ class CompletionRenderer(Renderer):
         return {"index": choice.index, "text": text, "logprobs": logprobs} | self._ending(choice)
 
     async def _logprobs(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> Json:
-        if not choice.pieces.has_prompt:
-            await self._take_prompt(choice)
+        await self._take_prompt(choice)
         names = await self._token_names(choice, logprobs)
         tokens, offsets, top = [], [], []
         for number, position in enumerate(logprobs, start=1):
@@ -247,7 +246,7 @@ class CompletionRenderer(Renderer):
         }
 
     async def _take_prompt(self, choice: Choice) -> None:
-        """Let the pieces go on where the prompt ends, which its last tokens tell unless none of them has a text."""
+        """Before any text, go on where the prompt ends, which its last tokens tell unless none of them has one."""
         for token_ids in (choice.prompt_token_ids[-_NUM_LAST_TOKENS:], choice.prompt_token_ids):
             if choice.pieces.is_at_start:
                 names = await self._dispatch.token_names(choice.model_text, set(token_ids))

@@ -16,8 +16,6 @@ class TextPieces:
         """`skips_special`: special tokens are not in the text; their pieces are their names all the same."""
         self.offset = 0
         """Where the next piece begins in the text; within a character, where that does."""
-        self.has_prompt = False
-        """Whether it was told of the prompt."""
         self.is_at_start = True
         """Whether neither the prompt nor a piece has had a text: the space before a first word may be dropped."""
         self._skips_special = skips_special
@@ -28,14 +26,11 @@ class TextPieces:
         for token in tokens:
             self.push(token)
         self.offset = 0
-        self.has_prompt = True
 
     def push(self, token: TokenName, *, is_last: bool = False) -> str:
         """Return the piece of the next token; of the last one with U+FFFD for a character that was cut."""
         if self._skips_special and token.is_special:
-            cut = self._decoder.decode(b"", final=is_last)
-            self.offset += len(cut)
-            return cut + token.data.decode(errors="replace")
+            return self._decoder.decode(b"", final=is_last) + token.data.decode(errors="replace")
         data = token.data
         if self.is_at_start and data:
             self.is_at_start = False
