@@ -7,6 +7,7 @@ import weakref
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from weft.recording import RecordingConfig
 from weft.v1 import inference_pb2 as pb
 
 from bench.simulation.replay import files_in, replay_file
+from router import flight
 from router.config import FailoverConfig, LinkConfig, PolicyName
 from router.inbox import Inbox
 from router.turns import Turns
@@ -296,20 +298,45 @@ async def test_every_request_ends_once_and_whole_under_random_failures(policy: P
     assert replayed.calls["enter"] == replayed.calls["leave"] == 30
 
 
-async def test_replica_that_fails_amid_an_answer_has_broken() -> None:
+async def test_replica_that_fails_amid_an_answer_has_broken_and_is_not_the_next() -> None:
     async with (
         FakeReplica("a", paused=True) as a,
         FakeReplica("b", paused=True) as b,
-        running_router(router_config(a.address, b.address, metrics_port=0)) as router,
+        running_router(router_config(a.address, b.address, metrics_port=0, policy=PolicyName.LEAST_LOADED)) as router,
     ):
         await router.wait_ready(2)
         answering = await start(router, text_request("hello", max_tokens=8), a, b)
         first = holder(a, b)
+        second = b if first is a else a
+        other = await start(router, text_request("others", max_tokens=8), second)
         await first.step(3)
         first.fail_requests(grpc.StatusCode.UNAVAILABLE, "its group has failed")
-        (b if first is a else a).resume()
+        await until(lambda: second.num_requests == 2)
+        second.resume()
         check_whole(await answering, "hello", max_tokens=8)
+        check_whole(await other, "others", max_tokens=8)
         assert await router.metric("weft_router_failovers_total", model="tiny") == 1
+
+
+async def test_replica_that_leaves_again_after_it_gave_tokens_is_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(flight, "time", SimpleNamespace(monotonic=lambda: now_s))
+    async with FakeReplica("a", paused=True) as a, running_router(router_config(a.address)) as router:
+        await router.wait_ready(1)
+        answering = await start(router, text_request("hello", max_tokens=8), a)
+        for _ in range(2):
+            await a.step(2)
+            now_s += 2 * FailoverConfig().failover_wait_s
+            a.drain()
+            await router.wait_ready(0)
+            a.fail_requests(grpc.StatusCode.UNAVAILABLE, "it goes away")
+            a.is_draining = False  # when it is back
+            a.break_streams()
+            await until(lambda: a.num_requests == 1 or answering.done())
+        a.resume()
+        check_whole(await answering, "hello", max_tokens=8)
 
 
 async def test_usage_tells_what_was_cached_where_the_request_began() -> None:
