@@ -111,6 +111,7 @@ class RouteMachine(RuleBasedStateMachine):
         self.last = next((each for each in ids if self.last is None or each > self.last), ids[0])
         assert chosen.link.replica_id == self.last
         view = next(view for view in self.policy.all if view.replica_id == self.last)
+        assert view.block_size == 4
         assert chosen.num_cached_tokens == 4 * view.num_cached_blocks
 
     @invariant()
