@@ -67,12 +67,15 @@ def test_requests_and_tokens_are_limited_and_come_back_with_time(write: Callable
     alice.admit(OneRequest())
 
 
-def test_who_has_used_both_rates_is_told_the_longer_wait(write: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("num_tokens", "longer"), [(60, "tokens"), (10, "requests")])
+def test_who_has_used_both_rates_is_told_the_longer_wait(
+    write: Callable[..., Path], num_tokens: int, longer: str
+) -> None:
     now_s = [100.0]
     alice = ring(write({"requests_per_minute": 1, "tokens_per_minute": 10}), now_s).identify(f"Bearer {ALICE}")
     alice.admit(OneRequest())
-    alice.spend(60)
-    with pytest.raises(RateLimitedError, match="its tokens") as refused:
+    alice.spend(num_tokens)
+    with pytest.raises(RateLimitedError, match=f"its {longer}") as refused:
         alice.admit(OneRequest())
     now_s[0] += refused.value.retry_after_s + 0.01
     alice.admit(OneRequest())
