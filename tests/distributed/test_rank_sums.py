@@ -51,9 +51,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    build()  # or skip
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    """Compile, which may take longer than ranks have; or skip."""
+    for dtype in DTYPES:
+        build(dtype=dtype)
 
 
 def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
