@@ -5,8 +5,8 @@ turns, which loops, calls and filters take, and of characters, which whatever ma
 limited, and what multiplies a text is counted before it is made.
 
 Not bounded: the time of one operation, which grows with its input of at most MAX_CHARS; what slices take; lists that
-hold one list many times over; and what formats, `expandtabs`, `translate`, `indent`, `wordwrap`, `urlize`, `tojson` and
-`xmlattr` make of long arguments.
+hold one list many times over; and what formats, `expandtabs`, `indent`, `wordwrap`, `urlize`, `tojson` and `xmlattr`
+make of long arguments.
 """
 
 import json
@@ -40,9 +40,11 @@ _MAX_WIDTH = 999
 _COUNTED = "counted"
 _JOINED = "joined"
 _WITH_WIDTH = frozenset(
-    ["batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "tojson", "zfill"]
+    ["batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson", "zfill"]
 )
 """Filters and methods whose numbers say how much they make."""
+_REFUSED = frozenset(["encode", "to_bytes", "translate"])
+"""Methods that would make what is not counted: bytes, which have methods of their own, and texts of a character map."""
 _PERCENT_WIDTH = re.compile(r"%(?:\(.*?\))?[-#0 +]*(\d+|\*)?(?:\.(\d+|\*))?")
 
 
@@ -67,7 +69,7 @@ class _Budget:
     def take_made(self, value: object) -> None:
         if isinstance(value, str):
             self.take(len(value))
-        elif isinstance(value, list | tuple | dict | bytes):
+        elif isinstance(value, list | tuple | dict):
             self.take(len(value) * _ITEM_CHARS)
 
 
@@ -139,6 +141,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         made = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
         made.set_environment(self)
         return made
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may have it."""
+        return attr not in _REFUSED and super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call what the sandbox allows, within the budget."""

@@ -379,6 +379,9 @@ def doubling(expression: str, first: str) -> str:
         ("{{ '%(a).3000f' % {'a': 1} }}", "a width is 3000"),
         ("{{ '%*d' % (3000, 1) }}", "its width from an argument"),
         ("{{ '{:>3000}'.format(1) }}", "a width is 3000"),
+        (doubling("ns.x.replace('a'.encode(), ns.x)", "'aa'.encode()"), "'encode' of 'str' object is unsafe"),
+        ("{{ (1).to_bytes(100000) }}", "'to_bytes' of 'int' object is unsafe"),
+        ("{{ 'aa'.translate({97: 'a' * 1000}) }}", "'translate' of 'str' object is unsafe"),
         ("{{ '{:{}}'.format(1, 3000) }}", "its width from an argument"),
     ],
 )
