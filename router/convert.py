@@ -235,22 +235,27 @@ def check_length(num_tokens: int, sampling: pb.SamplingParams, max_context: int,
         raise InvalidRequestError("the prompt is empty; allowed: at least one token", field=prompt_field)
     if num_tokens >= max_context:
         raise ContextLengthError(
-            f"the prompt has {num_tokens} tokens; allowed: at most {max_context - 1}, so that one more fits into the "
-            f"model's context of {max_context}",
+            f"the prompt has {num_tokens} tokens; allowed: at most {max_context - 1}, so that one more fits: "
+            f"{_longest(max_context)}",
             field=prompt_field,
         )
     if sampling.HasField("max_tokens") and num_tokens + sampling.max_tokens > max_context:
         raise ContextLengthError(
             f"max_tokens is {sampling.max_tokens} after a prompt of {num_tokens} tokens; allowed: at most "
-            f"{max_context - num_tokens}, what is left of the model's context of {max_context}",
+            f"{max_context - num_tokens}: {_longest(max_context)}",
             field="max_tokens",
         )
     if sampling.min_tokens > max_context - num_tokens:
         raise ContextLengthError(
             f"min_tokens is {sampling.min_tokens} after a prompt of {num_tokens} tokens; allowed: at most "
-            f"{max_context - num_tokens}, what is left of the model's context of {max_context}",
+            f"{max_context - num_tokens}: {_longest(max_context)}",
             field="min_tokens",
         )
+
+
+def _longest(max_context: int) -> str:
+    """Say how long prompt and answer may be, in OpenAI's words: some clients know by them why they were refused."""
+    return f"this model's maximum context length is {max_context} tokens"
 
 
 def complete_sampling(

@@ -389,12 +389,12 @@ BAD_REQUESTS = {
     "strange role": (chat(("wizard", "hi")), None, "role is 'wizard'; allowed: system, user, assistant"),
     "many messages": (chat(*[("user", "hi")] * 8193), None, "the chat has 8193 messages; allowed: at most 8192"),
     "too long": (
-        ids(*[1] * 512), None, "the prompt has 512 tokens; allowed: at most 511, so that one more fits into the "
-        "model's context of 512",
+        ids(*[1] * 512), None, "the prompt has 512 tokens; allowed: at most 511, so that one more fits: this "
+        "model's maximum context length is 512 tokens",
     ),
     "max_tokens too many": (
-        ids(1, 2, 3, max_tokens=510), None, "max_tokens is 510 after a prompt of 3 tokens; allowed: at most 509, what "
-        "is left of the model's context of 512",
+        ids(1, 2, 3, max_tokens=510), None, "max_tokens is 510 after a prompt of 3 tokens; allowed: at most 509: "
+        "this model's maximum context length is 512 tokens",
     ),
     "id out of range": (ids(1, 300), None, "prompt[1] is 300; allowed: 0 to 299, the model's vocabulary"),
     "stop id out of range": (
@@ -417,8 +417,8 @@ BAD_REQUESTS = {
     "max_tokens 0 of a chat": (chat(("user", "hi"), max_tokens=0), None, "max_tokens is 0; allowed: at least 1"),
     "min_tokens": (hello(min_tokens=-1), None, "min_tokens is -1; allowed: at least 0"),
     "min_tokens too many": (
-        ids(1, 2, 3, min_tokens=510), None, "min_tokens is 510 after a prompt of 3 tokens; allowed: at most 509, what "
-        "is left of the model's context of 512",
+        ids(1, 2, 3, min_tokens=510), None, "min_tokens is 510 after a prompt of 3 tokens; allowed: at most 509: "
+        "this model's maximum context length is 512 tokens",
     ),
     "min over max": (hello(min_tokens=11), None, "min_tokens is 11; allowed: at most max_tokens (10)"),
     "logprobs": (hello(logprobs=21), None, "logprobs is 21; allowed: 0 to 20"),
