@@ -1,9 +1,11 @@
 """The HTTP listener from which Prometheus reads what a router or a rank counts."""
 
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
@@ -30,7 +32,7 @@ class MetricsListener:
         except OSError as error:
             address = join_host_port(host, port)
             raise RouterConfigError(f"metrics cannot listen on {address}: {error.strerror}") from error
-        self._server.set_app(make_wsgi_app(self._registry))
+        self._server.set_app(_answering_head(make_wsgi_app(self._registry)))
         self.address = join_host_port(host, self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -44,6 +46,19 @@ class MetricsListener:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _answering_head(app: WSGIApplication) -> WSGIApplication:
+    """Answer HEAD too, by which some clients look whether there is a page: Prometheus' application refuses it, with a
+    body that is not allowed there."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "HEAD":
+            return app(environ, start_response)
+        body = app(environ | {"REQUEST_METHOD": "GET"}, start_response)
+        return (part[:0] for part in body)  # a list would be counted, and told as the page's length
+
+    return answer
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -97,6 +97,20 @@ def test_who_does_not_ask_to_the_end_is_cut_off(
     assert capsys.readouterr().err == ""
 
 
+def test_who_asks_only_for_the_head_gets_no_body() -> None:
+    listener = MetricsListener("127.0.0.1")
+    try:
+        with socket.create_connection(split_host_port(listener.address), timeout=5) as connection:
+            connection.sendall(b"HEAD /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
+            with connection.makefile("rb") as answer:
+                head, _, body = answer.read().partition(b"\r\n\r\n")
+    finally:
+        listener.close()
+    assert head.startswith(b"HTTP/1.0 200 OK\r\n")
+    assert b"content-length" not in head.lower()
+    assert body == b""
+
+
 def test_latencies_go_into_cumulative_buckets_once(stats: EngineStats, collector: EngineCollector) -> None:
     for value_s in (0.0005, 0.001, 0.004, 1000.0):
         stats.ttft_s.add(value_s)
