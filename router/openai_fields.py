@@ -70,6 +70,7 @@ _UNSERVED: Mapping[str, str] = {
     "thinking_token_budget": "thinking is not bounded apart from the answer",
     "thinking_budget": "thinking is not bounded apart from the answer",
     "repetition_detection": "repetition_detection is not supported",
+    "watermarking": "answers have no watermark",
     "lora_path": "adapters are not supported",
     "no_repeat_ngram_size": "no_repeat_ngram_size is not supported",
     "audio": "only text is generated",

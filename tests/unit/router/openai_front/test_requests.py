@@ -195,6 +195,7 @@ async def test_completion_that_is_refused_names_the_field(
         ({"enable_thinking": False}, "enable_thinking", "allowed: chat_template_kwargs with enable_thinking in it"),
         ({"web_search_options": {}}, "web_search_options", "allowed: none, for there is no web search"),
         ({"include_reasoning": False}, "include_reasoning", "is false, which is not supported yet; allowed: true"),
+        ({"watermarking": True}, "watermarking", "answers have no watermark"),
         ({"thinking_budget": 0}, "thinking_budget", "thinking is not bounded"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "only text is taken"),
         ({"verbosity": "low"}, "verbosity", 'is "low", which is not supported yet; allowed: "medium"'),
