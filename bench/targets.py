@@ -136,9 +136,9 @@ _INT8 = "--dtype int8 --weft-kv-cache-dtype int8"
 
 ON_CPU = (
     _peers("peers-110m", "--geometry llama-110m --rounds 3", W1=1.1, W2=1.3, W3=1.4),
-    _peers("peers-110m-int8", f"--geometry llama-110m {_INT8} --rounds 3", W2=1.3, W3=1.3),
-    _peers("peers-0.5b", "--geometry qwen2.5-0.5b --rounds 2", W1=1.0, W2=1.1, W3=1.1),
-    _peers("peers-0.5b-int8", f"--geometry qwen2.5-0.5b {_INT8} --rounds 2", W2=1.3, W3=1.3),
+    _peers("peers-110m-int8", f"--geometry llama-110m {_INT8} --rounds 2", W2=1.3, W3=1.3),
+    _peers("peers-0.5b", "--geometry qwen2.5-0.5b --rounds 1", W1=1.0, W2=1.1, W3=1.1),
+    _peers("peers-0.5b-int8", f"--geometry qwen2.5-0.5b {_INT8} --rounds 1", W2=1.3, W3=1.3),
     Benchmark(name="served", command="bench.served_share llama-110m --rounds W1:6,W2:2,W3:4", read=_read_served_share),
     Benchmark(name="start-cold", command="bench.start_time {llama-110m}", read=partial(_read_start, 8)),
     Benchmark(
