@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -406,7 +407,7 @@ async def test_adoption_that_is_cancelled_ends_what_it_was_about_to_find(
     async with asyncio.timeout(10):
         await asyncio.wait([running])
     assert running.cancelled()
-    assert fake_ray.killed == ["m-0.1/0", "m-0.1/1"]
+    assert sorted(map(str, fake_ray.killed)) == ["m-0.1/0", "m-0.1/1"]
     assert fake_ray.removed == ["group of m-0.1"]
 
 
@@ -438,7 +439,7 @@ async def test_what_cannot_be_adopted_ends_and_says_why(
         outcome = await make_formation(tmp_path, listener, adopts=True, tensor_parallel=2).run()
     assert outcome == Outcome(message=message)
     assert not listener.is_adopted.is_set()
-    assert fake_ray.killed == left
+    assert Counter(fake_ray.killed) == Counter(left), "each once, by threads: in any order"
     assert len(fake_ray.removed) == (0 if fault == "its place is gone" else 1)
 
 
@@ -596,7 +597,7 @@ async def test_of_a_group_that_is_being_started_only_ranks_that_answer_are_told_
         running.cancel()
         await asyncio.wait([running])
     assert [rank.num_expected for rank in ranks] == [1, 0]
-    assert fake_ray.killed == ranks
+    assert Counter(fake_ray.killed) == Counter(ranks)
 
 
 async def test_rank_that_never_begins_ends_the_life_at_its_start_timeout(
