@@ -17,6 +17,7 @@ RouterError
 └── RouterConfigError        (at start)                 a setting is out of range, or a port is taken
 """
 
+import math
 import re
 
 from grpc import StatusCode
@@ -90,6 +91,11 @@ class OverloadedError(RouterError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+    @property
+    def retry_after_ms(self) -> int:
+        """The same in whole milliseconds, rounded up: who comes too early is refused again."""
+        return max(1, math.ceil(self.retry_after_s * 1000))
 
 
 class RateLimitedError(OverloadedError):

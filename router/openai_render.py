@@ -343,8 +343,8 @@ def error_headers(error: RouterError) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
     if not isinstance(error, OverloadedError):
         return {}
-    waits = (error.retry_after_s, error.retry_after_s * 1000)
-    return {name: str(max(1, math.ceil(wait))) for name, wait in zip(RETRY_HEADERS, waits, strict=True)}
+    waits = (math.ceil(error.retry_after_ms / 1000), error.retry_after_ms)
+    return {name: str(wait) for name, wait in zip(RETRY_HEADERS, waits, strict=True)}
 
 
 def _usage_so_far(choice: Choice) -> Json:

@@ -361,7 +361,7 @@ async def _answer(context: _Context, work: Awaitable[T]) -> T:
 async def _abort(context: _Context, error: RouterError) -> NoReturn:
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, OverloadedError):
-        metadata = (("retry-after-ms", str(round(error.retry_after_s * 1000))),)
+        metadata = (("retry-after-ms", str(error.retry_after_ms)),)
     try:
         await context.abort(error.code, str(error), metadata)
     except grpc.aio.InternalError as gone:

@@ -327,7 +327,7 @@ async def test_deadline_that_never_comes_is_none(client: AsyncClient, timeout_s:
 @pytest.mark.parametrize(
     ("raised", "expected", "said"),
     [
-        (RouterOverloadedError("full", retry_after_s=1.5), OverloadedError, "full"),
+        (RouterOverloadedError("full", retry_after_s=1.5002), OverloadedError, "full"),
         (NoReplicaError("none ready"), UnavailableError, "none ready"),
         (RouterDeadlineError("too late"), DeadlineError, "too late"),
         (ReplicaFailedError("broken"), ServerError, "broken"),
@@ -343,7 +343,8 @@ async def test_statuses_become_typed_errors(
         with pytest.raises(expected) as caught:
             await work
         assert said in str(caught.value)
-        assert caught.value.retry_after_s == (1.5 if expected is OverloadedError else None)
+        expected_s = 1.501 if expected is OverloadedError else None
+        assert caught.value.retry_after_s == expected_s, "who comes back sooner is refused again"
 
 
 async def test_bad_values_and_unknown_models_are_told_apart(client: AsyncClient, target: str) -> None:
