@@ -25,6 +25,8 @@ class FakeControl(ControlServicer):
         self.watchers: list[str] = []
         self.reports: list[control_pb2.ReportDemandRequest] = []
         self.takes_reports = True
+        self.breaks_reports = False
+        """Whether each stream of reports breaks after its first."""
         self._membership: control_pb2.WatchReplicasResponse | None = None
         self._version = 0
         self._changed = asyncio.Event()
@@ -117,6 +119,8 @@ class FakeControl(ControlServicer):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "of an older version")
         async for report in request_iterator:
             self.reports.append(report)
+            if self.breaks_reports:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "a fake")
         return control_pb2.ReportDemandResponse()
 
     async def Shutdown(self, request: control_pb2.ShutdownRequest, context: Any) -> Any:  # noqa: N802

@@ -222,6 +222,17 @@ async def test_demand_is_reported_again_to_a_controller_that_came_back(control: 
         await successor.stop()
 
 
+async def test_reports_go_on_when_only_their_stream_breaks(
+    control: FakeControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.demand.REPORT_S", 0.05)
+    control.set_replicas({})
+    control.breaks_reports = True
+    async with running_router(router_config(control=control.address)):
+        await until(lambda: len(control.reports) >= 3)
+    assert len(control.watchers) == 1, "membership is followed as before"
+
+
 async def test_controller_of_an_older_version_is_followed_all_the_same(control: FakeControl) -> None:
     control.takes_reports = False
     async with FakeReplica("a") as a, running_router(router_config(control=control.address)) as router:
