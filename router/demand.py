@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Call = grpc.aio.StreamUnaryCall[control_pb2.ReportDemandRequest, control_pb2.ReportDemandResponse]
+
 REPORT_S = 2.0
 """Time between two reports."""
 _MIN_GAP_S = 0.1  # however many begin to wait
@@ -54,30 +56,27 @@ class DemandReporter:
     async def run(self, stub: "ControlAsyncStub") -> None:
         """Report until cancelled, or until the controller turns out to be of a version that does not ask."""
         while True:
+            call = stub.ReportDemand()
             try:
-                await self._report(stub)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                await self._report(call)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the stream has ended; the second in most cases
+                if await call.code() is grpc.StatusCode.UNIMPLEMENTED:
                     logger.info("the controller takes no reports of demand")
                     return
-                logger.debug("demand is not reported: %s", error.details())
-            except asyncio.InvalidStateError:  # it ended the stream
-                pass
+                logger.debug("demand is not reported: %s", await call.details())
+            finally:
+                call.cancel()
             await asyncio.sleep(REPORT_S)
 
-    async def _report(self, stub: "ControlAsyncStub") -> None:
-        call = stub.ReportDemand()
+    async def _report(self, call: _Call) -> None:
         told = self._read()
-        try:
-            while True:
-                now = self._read()
-                models = [growth(model, told.get(model, _NONE), demand) for model, demand in now.items()]
-                report = control_pb2.ReportDemandRequest(router_id=self._router_id, models=models, ports=self._ports)
-                await call.write(report)
-                told = now
-                await self._pause()
-        finally:
-            call.cancel()
+        while True:
+            now = self._read()
+            models = [growth(model, told.get(model, _NONE), demand) for model, demand in now.items()]
+            report = control_pb2.ReportDemandRequest(router_id=self._router_id, models=models, ports=self._ports)
+            await call.write(report)
+            told = now
+            await self._pause()
 
     async def _pause(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """A model without a replica: its requests are held, the controller hears of them, and each ends in one clear way."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -233,12 +234,17 @@ async def test_reports_go_on_when_only_their_stream_breaks(
     assert len(control.watchers) == 1, "membership is followed as before"
 
 
-async def test_controller_of_an_older_version_is_followed_all_the_same(control: FakeControl) -> None:
+async def test_controller_of_an_older_version_is_followed_and_asked_only_once_to_hear(
+    control: FakeControl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.demand.REPORT_S", 0.05)
+    caplog.set_level(logging.INFO, "router.demand")
     control.takes_reports = False
     async with FakeReplica("a") as a, running_router(router_config(control=control.address)) as router:
         control.set_replicas({"a": a.address})
         await router.wait_ready(1)
         assert (await router.generate(text_request("hello"))).finished is not None
+        await until(lambda: caplog.messages == ["the controller takes no reports of demand"])
         assert not control.reports
 
 
