@@ -194,4 +194,8 @@ class TokenizerPool:
 
 
 async def _run_in(threads: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*args, **kwargs))
+    work = [partial(function, *args, **kwargs)]
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: work.pop()())
+    finally:
+        work.clear()  # else the queue of the threads keeps the text of a caller that has left until it is its turn

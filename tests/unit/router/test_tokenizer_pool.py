@@ -3,9 +3,11 @@
 import asyncio
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
+from helpers.polling import until
 from helpers.router_harness import BOS, ByteTokenizer
 
 from router import tokenizer_pool
@@ -224,17 +226,24 @@ async def test_choices_of_a_request_have_its_prompt_encoded_once_while_one_of_th
     pool.close()
 
 
+class Text(str):
+    """A text of which a test can see whether it is still there."""
+
+
 async def test_prompt_that_nobody_waits_for_any_more_is_not_begun() -> None:
     tokenizer = SlowTokenizer()
     pool = TokenizerPool(lambda _: tokenizer, num_threads=1)
     first = asyncio.create_task(pool.encode(tokenizer, "first"))
     assert await asyncio.to_thread(tokenizer.has_begun.wait, 10)
-    text = "later"
+    text = Text("later")
+    kept = weakref.ref(text)
     later = [asyncio.create_task(pool.encode(tokenizer, text)) for _ in range(2)]
     await asyncio.sleep(0)
     for task in later:
         task.cancel()
     await asyncio.gather(*later, return_exceptions=True)
+    del text, task, later
+    await until(lambda: kept() is None)  # else a thread that is busy for long keeps texts of all who come and go
     tokenizer.may_end.set()
     assert await first == (BOS, *b"first")
     assert await pool.run(len, "abc") == 3, "all that waited for the thread has had it"
