@@ -1,6 +1,7 @@
 """Following the controller: replicas join and leave, the controller goes and comes back, caches are known."""
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -176,10 +177,16 @@ async def test_request_of_a_model_that_is_named_again_goes_on_at_its_new_replica
     assert list(answer.finished.replica_ids) == ["a", "b"]
 
 
-async def test_last_membership_stays_while_the_controller_is_away() -> None:
+async def test_last_membership_stays_while_the_controller_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "router.directory")
     control, port = FakeControl(), unlisted_port()
-    await control.start(port)
-    async with FakeReplica("a") as a, FakeReplica("b") as b, running_directory(control=control.address) as directory:
+    async with (
+        FakeReplica("a") as a,
+        FakeReplica("b") as b,
+        running_directory(control=f"127.0.0.1:{port}") as directory,
+    ):
+        await until(lambda: len(caplog.records) == 1)
+        await control.start(port)
         control.set_replicas({"a": a.address})
         await until_ready(directory, 1)
         await control.stop()
@@ -190,6 +197,9 @@ async def test_last_membership_stays_while_the_controller_is_away() -> None:
         await until_ready(directory, 2)
         assert a.num_connections == 1, "the link to a replica does not care for the controller"
         await restarted.stop()
+        await until(lambda: len(caplog.records) == 3)
+    said = [message.partition(": ")[0] for message in caplog.messages]
+    assert said == [f"controller at 127.0.0.1:{port}"] * 3, "each absence is told once, however often it is dialled"
 
 
 async def test_replica_that_leaves_membership_finishes_its_requests() -> None:
