@@ -149,7 +149,6 @@ def check_chat(chat: Conversation) -> None:
     """Check the form of a conversation; what roles it may hold in which order, the model's chat template says."""
     if not chat.messages:
         raise InvalidRequestError("the chat has no messages; allowed: at least one", field="messages")
-    check_num_messages(len(chat.messages))
     for i, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidRequestError(

@@ -117,6 +117,8 @@ REQUESTS = {
     "all sampling of a chat": chat(("user", "hi"), max_tokens=4, seed=5, **SAMPLING),
     "greedy": hello(temperature=0),
     "largest seed": ids(1, max_tokens=1, seed=2**64 - 1),
+    "exactly so many": hello(min_tokens=10, ignore_eos=True),
+    "all that fits": ids(1, 2, 3, max_tokens=509, min_tokens=509, seed=5),
     "what the context leaves": ids(1, seed=5),
     "chat with what the context leaves": chat(("user", "hi"), seed=5),
     "high priority": hello(priority=-(2**31)),
