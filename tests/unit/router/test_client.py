@@ -42,7 +42,7 @@ from router.client import (
 from router.client_values import Collector, Finish, Usage
 from router.client_wire import generate_request
 from router.errors import DeadlineError as RouterDeadlineError
-from router.errors import NoReplicaError, ReplicaFailedError
+from router.errors import NoReplicaError, ReplicaFailedError, SlowClientError
 from router.errors import OverloadedError as RouterOverloadedError
 from router.server import GrpcListener
 from router.tls import TlsFiles
@@ -331,6 +331,7 @@ async def test_deadline_that_never_comes_is_none(client: AsyncClient, timeout_s:
         (NoReplicaError("none ready"), UnavailableError, "none ready"),
         (RouterDeadlineError("too late"), DeadlineError, "too late"),
         (ReplicaFailedError("broken"), ServerError, "broken"),
+        (SlowClientError("took nothing"), CallCancelledError, "took nothing"),
         (ZeroDivisionError("a secret"), ServerError, "internal error"),
     ],
 )
