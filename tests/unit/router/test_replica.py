@@ -339,6 +339,40 @@ async def test_streams_that_break_in_a_row_open_the_breaker() -> None:
         await asyncio.wait((running,))
 
 
+async def test_requests_that_fail_in_a_row_open_the_breaker_and_those_that_are_refused_do_not() -> None:
+    async with FakeReplica("a") as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        bad, full = grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED
+        for number, refusal in enumerate((bad, bad, None, bad, full, bad, bad)):
+            assert link.takes_requests(0.0), "one that was served begins the row anew"
+            replica.refusal = refusal
+            submit = replica_pb2.Submit(
+                request_id=str(number), prompt_token_ids=[1], sampling=inference_pb2.SamplingParams(max_tokens=1)
+            )
+            inbox = link.submit(submit, num_pending_tokens=1)
+            while (await inbox.take()).ending is None:
+                pass
+            inbox.close()
+        assert not link.takes_requests(0.0)
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def test_requests_that_wait_at_a_replica_are_load_as_those_that_run() -> None:
+    async with FakeReplica("a") as replica:
+        link = link_to(replica)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.is_ready)
+        load = replica_pb2.Load(num_running=2, num_waiting=3, num_pending_tokens=70)
+        replica.streams[0].send(replica_pb2.ConnectResponse(load=load))
+        await until(lambda: link.load.num_pending_tokens == 70)
+        assert link.load.num_requests == 5
+        running.cancel()
+        await asyncio.wait((running,))
+
+
 async def test_replica_that_says_nothing_to_the_greeting_is_dialled_again() -> None:
     class Mute(FakeReplica):
         async def Connect(  # noqa: N802
