@@ -237,6 +237,8 @@ async def test_model_without_a_replica_is_told_as_such() -> None:
         assert await router.series("weft_router_ready_replicas") == [({"model": "tiny"}, 0)]
         limits = ("weft_router_max_requests_in_flight", "weft_router_max_requests_queued")
         assert [await router.metric(name) for name in limits] == [1024, 1024]
+        targets = ("weft_router_slo_ttft_seconds", "weft_router_slo_tpot_seconds")
+        assert [await router.metric(name, model="tiny") for name in targets] == [1.0, 0.1]
 
 
 async def test_router_tells_its_cpu_time() -> None:
