@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,20 +256,22 @@ class _Transport(asyncio.Transport):
         raise AssertionError("what waits to be written would keep it open")
 
 
-async def test_client_that_takes_no_answer_is_cut_off() -> None:
-    protocol = bounded_protocol(ClientConfig(write_timeout_s=0.01))(uvicorn.Config(_no_app), ServerState(), {})
-    reading, stuck = _Transport(), _Transport()
-
-    protocol.connection_made(reading)
-    protocol.pause_writing()
-    protocol.resume_writing()
-    protocol.connection_lost(OSError())
-    protocol.connection_made(stuck)
-    protocol.pause_writing()
+async def test_client_that_takes_no_answer_is_cut_off_and_one_that_goes_on_to_take_it_is_not() -> None:
+    kind = bounded_protocol(ClientConfig(write_timeout_s=0.01))
+    protocols = [kind(uvicorn.Config(_no_app), ServerState(), {}) for _ in range(3)]
+    gone, reading, stuck = (_Transport() for _ in protocols)
+    for protocol, transport in zip(protocols, (gone, reading, stuck), strict=True):
+        protocol.connection_made(transport)
+        protocol._answered = SimpleNamespace(response_complete=False, message_event=asyncio.Event())
+        protocol.pause_writing()
+    protocols[0].connection_lost(OSError())
+    protocols[1].resume_writing()
 
     await asyncio.wait_for(stuck.aborted.wait(), 10)
+    assert not gone.aborted.is_set()
     assert not reading.aborted.is_set()
-    protocol.connection_lost(OSError())
+    for protocol in protocols[1:]:
+        protocol.connection_lost(OSError())
 
 
 async def test_client_that_takes_a_large_answer_slowly_is_not_cut_off() -> None:
