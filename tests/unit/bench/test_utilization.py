@@ -120,6 +120,13 @@ def test_what_one_rank_does_not_tell_is_not_known() -> None:
     assert seen.read_bytes_per_s == 10e9
 
 
+@pytest.mark.parametrize("looks", [(50.0, None), (None, 50.0)])
+def test_what_a_rank_tells_at_one_look_only_is_not_known(looks: tuple[float | None, float | None]) -> None:
+    """A GPU's driver may fail to tell its energy at any time."""
+    before, later = ({"0": replace(START, device="cuda", energy_j=energy_j)} for energy_j in looks)
+    assert compare(before, later, duration_s=1.0, peak=PEAK).energy_j is None
+
+
 def test_idle_ranks_have_no_rate() -> None:
     seen = compare({"0": START}, {"0": START}, duration_s=1.0, peak=PEAK)
     assert (seen.busy_share, seen.read_bytes_per_s, seen.mbu) == (0, None, 0)
