@@ -166,15 +166,16 @@ async def test_steps_may_go_on_for_longer_than_one_may_last() -> None:
     assert not failures
 
 
-async def test_an_engine_with_nothing_to_do_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_with_nothing_to_do_sleeps_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "IDLE_CHECK_S", 60)
-    inner, rests = fake_engine(), threading.Event()
-    monkeypatch.setattr(inner, "rest", rests.set)
+    inner, rests = fake_engine(), list[None]()
+    monkeypatch.setattr(inner, "rest", lambda: rests.append(None))
     engine = AsyncEngine(inner)
     engine.start()
-    await until(rests.is_set)
+    await until(lambda: bool(rests))
     assert not any(engine._watch.look() for _ in range(3 * NUM_LOOKS))
     await engine.stop()
+    assert len(rests) <= 2, "as it began, and woken by the stop"
 
 
 def calls_in(path: Path) -> list[SchedulerCall]:
