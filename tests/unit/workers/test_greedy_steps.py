@@ -97,6 +97,12 @@ def test_tokens_are_the_same_beside_a_request_that_asks_for_more(
     assert (num_asked_alone == 0) == isinstance(linear, SearchedLinear)
 
 
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_where_a_limit_leaves_one_token_it_is_the_largest(engine: Engine, limit: dict[str, Any]) -> None:
+    greedy = complete(engine, [{"temperature": 0.0}] * 3)
+    assert complete(engine, [{"temperature": 1.5, **limit}] * 3) == greedy
+
+
 @pytest.mark.parametrize("is_begun", [False, True], ids=["by this thread", "by others"])
 def test_tokens_are_the_same_whether_all_logits_are_known_or_those_that_matter(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, is_begun: bool
