@@ -180,12 +180,13 @@ class ReplicaGroup:
     @property
     def endpoint(self) -> control_pb2.ReplicaEndpoint | None:
         """Where routers find the replica; None while it has no requests and takes none."""
-        if self.lifecycle.state not in (GroupState.READY, GroupState.DRAINING) or self._heard.addresses is None:
+        addresses = self._heard.addresses
+        if addresses is None:
             return None
         return control_pb2.ReplicaEndpoint(
             replica_id=self.replica_id,
             model=self.model.name,
-            address=self._heard.addresses.address,
+            address=addresses.address,
             draining=self.lifecycle.state is GroupState.DRAINING,
             text=self._text,
         )
