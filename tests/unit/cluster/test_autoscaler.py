@@ -111,6 +111,12 @@ def test_missed_latency_targets_scale_up_by_what_is_missed() -> None:
     assert decide(late, 4, replace(CONFIG, target_goodput=0.0)).replicas == 4
 
 
+def test_requests_that_end_while_no_replica_is_ready_are_no_rate_of_one() -> None:
+    """A replica that drains is not READY, and serves on."""
+    drains = [look(time_s, ready=0, waiting=25, on_time="0/6") for time_s in range(30)]
+    assert decide(drains, 1) == Decision(replicas=3, reason="25.0 requests at 10 a replica")
+
+
 def test_requests_that_are_on_time_let_a_part_of_the_replicas_go_at_a_time() -> None:
     """Else the first look that no longer counts those that were late would let all go that latency has brought."""
     served = [look(time_s, ready=8, running=2, on_time="6/6") for time_s in range(400)]
@@ -181,7 +187,7 @@ def test_requests_that_were_late_for_another_reason_keep_few_replicas_more() -> 
 def test_rate_that_was_late_is_forgotten_when_a_higher_one_is_on_time() -> None:
     config = AutoscalerConfig(window_s=10, upscale_delay_s=6, downscale_delay_s=60, target_requests=1)
     few_late = [look(time_s, running=1, on_time="0/4") for time_s in range(0, 40, 2)]
-    busy = [look(time_s, ready=4, running=4, on_time="40/40") for time_s in range(40, 200, 2)]
+    busy = [look(time_s, ready=4, running=4, on_time="20/20") for time_s in range(40, 200, 2)]
     quiet = [look(time_s, ready=4, on_time="16/16") for time_s in range(200, 300, 2)]
     assert decide([*few_late, *quiet], 4, config).replicas == 4
     assert decide([*few_late, *busy, *quiet], 4, config).replicas == 3
