@@ -125,6 +125,27 @@ async def test_undo_tells_routers_of_the_revision_that_it_goes_back_to_in_the_en
     assert [model.max_context for model in bench.state.models()] == [64]
 
 
+async def test_undo_reads_the_commit_of_the_revision_that_it_goes_back_to(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = "aaa"
+
+    def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
+        return RevisionText(path=f"/hub/snapshots/{commit or newest}", max_context=64)
+
+    def paths() -> list[str]:
+        return [model.path for model in bench.state.models()]
+
+    monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
+    await bench.apply({"replicas": 1})
+    newest = "bbb"
+    await bench.state.roll("m", {})
+    assert paths() == ["/hub/snapshots/bbb"]
+    newest = "ccc"
+    await bench.state.undo("m")
+    assert paths() == ["/hub/snapshots/aaa"]
+
+
 async def test_rollout_of_a_model_that_is_never_left_alone_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +222,15 @@ async def test_undo_goes_back_one_revision_where_none_was_ready(bench: Bench) ->
     for max_context in (64, 32):
         await bench.state.roll("m", {"max_context": max_context})
     assert (await bench.state.undo("m"))[1] == 2
+
+
+async def test_undo_goes_back_to_a_revision_that_was_ready_only_during_the_rollout_from_it(bench: Bench) -> None:
+    await bench.apply({"replicas": 1})
+    await bench.state.roll("m", {"max_context": 64})
+    bench.forms.lives[0].become_ready()
+    bench.state.reconcile()
+    await bench.state.roll("m", {"max_context": 32})
+    assert (bench.model().revision, bench.model().previous_revision) == (3, 1)
 
 
 async def test_a_revision_that_was_ready_before_a_version_that_keeps_it_is_known_by_its_groups(bench: Bench) -> None:
