@@ -148,16 +148,18 @@ async def test_bug_in_a_formation_is_a_failure_of_the_group_only(group: ReplicaG
 
 
 async def test_group_that_leaves_drains_stays_in_membership_and_is_not_formed_again(
-    group: ReplicaGroup, forms: Formations
+    group: ReplicaGroup, forms: Formations, changes: list[None]
 ) -> None:
     group.reconcile()
     await turns()
     (life,) = forms.lives
     life.become_ready()
     life.holds_requests = True
+    changes.clear()
     group.leave(7.0)
     await turns()
     assert life.drained_s == 7.0
+    assert changes, "routers are told at once"
     assert group.lifecycle.state is GroupState.DRAINING
     assert group.endpoint is not None
     assert group.endpoint.draining

@@ -69,6 +69,15 @@ async def test_one_failed_group_leaves_the_other_alone(bench: Bench) -> None:
     assert len(bench.forms.lives) == 2
 
 
+async def test_scale_down_ends_a_group_that_was_given_up_before_one_that_starts(bench: Bench) -> None:
+    await bench.apply({"replicas": 2})
+    await bench.forms.lives[0].end(Outcome(message="no", is_refusal=True))
+    bench.state.reconcile()
+    bench.state.scale("m", 1)
+    await bench.settle()
+    assert bench.replicas() == ["m-1.1"]
+
+
 @pytest.mark.parametrize(("wanted", "told"), [(None, 256), (100, 100)])
 async def test_routers_are_told_the_context_that_is_served(bench: Bench, wanted: int | None, told: int) -> None:
     await bench.apply({"max_context": wanted})
