@@ -204,11 +204,11 @@ class ChangeView:
 
     def show(self, status: control_pb2.GetStatusResponse) -> None:
         """Print what has changed since the last call; the first one only looks."""
-        for name, text in _states(status).items():
-            if self._told.get(name, text) != text:
+        told, self._told = self._told, _states(status)
+        for name, text in self._told.items():
+            if told.get(name, text) != text:
                 now = datetime.now().strftime("%H:%M:%S")
                 self._console.print(f"{now} {name}: {text}", highlight=False, markup=False)
-            self._told[name] = text
 
 
 def _states(status: control_pb2.GetStatusResponse) -> dict[str, str]:

@@ -56,6 +56,9 @@ def test_changes_of_a_running_service_are_told_once() -> None:
         "router-0: not alive: ",
         "controller: restarted 1 times, now with pid 4711",
     ]
+    del last.models[:]
+    view.show(last)
+    assert "m-0" not in view._told, "a group that has gone is not kept as long as the service runs"
 
 
 def test_model_that_scales_by_itself_tells_its_bounds_and_why() -> None:
