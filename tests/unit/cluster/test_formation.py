@@ -172,6 +172,7 @@ class Listener:
         self.placed_on: list[str] = []
         self.waited_for: list[str] = []
         self.slow: list[str] = []
+        self.loaded = 0.0
         self.has_ranks = asyncio.Event()
         self.is_adopted = asyncio.Event()
         self.is_ready = asyncio.Event()
@@ -189,7 +190,7 @@ class Listener:
         self.is_adopted.set()
 
     def on_progress(self, fraction: float) -> None:
-        pass
+        self.loaded = fraction
 
     def on_slow(self, reason: str) -> None:
         assert not self.is_ready.is_set(), "who waits for it reads the reason then"
@@ -706,5 +707,6 @@ async def test_start_timeout_is_one_from_the_place_to_a_ready_replica(
         outcome = await make_formation(tmp_path, listener, start_timeout_s=0.2).run()
     assert outcome == Outcome(message="not ready within 0.2 s")
     assert listener.has_ranks.is_set()
+    assert listener.loaded == 0.5, "as far as its rank was"
     begin_s, ready_s = limits_s
     assert begin_s == ready_s
