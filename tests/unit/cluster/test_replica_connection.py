@@ -117,6 +117,13 @@ async def test_request_that_was_aborted_keeps_what_came_and_is_given_nothing_mor
     assert await stream.tokens() == [("x", [2]), ("x", [7])]
 
 
+async def test_nothing_is_kept_of_a_request_that_was_aborted_before_its_first_token() -> None:
+    stream = Stream()
+    stream.connection.close_request(stream.open("x"))
+    assert not stream.connection._silent
+    assert not stream.connection.engine_ids
+
+
 async def test_what_waits_for_a_router_that_does_not_read_counts_against_its_limits() -> None:
     stream = Stream(interval_s=0.0, limits=OutboxLimits(max_bytes=2_000))
     x = stream.open("x")
