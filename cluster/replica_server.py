@@ -181,7 +181,6 @@ class ReplicaServer(ReplicaServicer):
         self._connections.pop(connection.number, None)
         connection.close()
         for engine_id in connection.engine_ids:
-            connection.close_request(engine_id)
             self._spans.drop(engine_id, "the router's stream ended")
             self._engine.abort(engine_id)
         self._note_idle()
