@@ -209,6 +209,7 @@ async def test_bad_sampling_is_refused_and_others_go_on(bench: Bench) -> None:
     assert told.failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert told.failed.message.startswith("temperature is -1.0; allowed:")
     assert await start_request(bench, router, "good")
+    assert await start_request(bench, router, "bad"), "of which nothing is in flight"
 
 
 async def test_id_in_flight_is_refused_and_free_again_at_the_end(bench: Bench) -> None:
@@ -272,6 +273,25 @@ async def test_drain_refuses_new_requests_says_so_and_waits_for_the_old(bench: B
     assert told.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
     assert not drained.done()
     bench.server.on_step(bench.engine.step(RequestOutput(request_id=engine_id, finish=DONE)))
+    await asyncio.wait_for(drained, 120)
+
+
+async def test_replica_without_requests_is_drained_at_once(bench: Bench) -> None:
+    router = bench.connect()
+    await router.hello()
+    async with asyncio.timeout(120):
+        await bench.server.drain()
+
+
+async def test_drain_waits_for_a_request_that_no_step_has_met_yet(bench: Bench) -> None:
+    router = bench.connect()
+    await router.hello()
+    bench.server.on_step(bench.engine.step())  # nothing was to be done
+    await start_request(bench, router)
+    drained = asyncio.create_task(bench.server.drain())
+    assert [(await router.frame()).load.draining for _ in range(2)] == [False, True]
+    assert not drained.done()
+    await router.close()
     await asyncio.wait_for(drained, 120)
 
 
