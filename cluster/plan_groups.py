@@ -45,7 +45,7 @@ def plan_groups(replicas: int, revision: int, groups: Sequence[LiveGroup]) -> Gr
     num_ready = min(replicas, sum(group.is_ready for group in wanted))
     # An older group keeps its place until a wanted one is READY for it.
     num_older = min(len(older), replicas - num_ready)
-    room = min(replicas, replicas + (_SURGE if num_older else 0) - num_older)
+    room = min(replicas, replicas + _SURGE - num_older)
     leaving = [*wanted[room:], *older[num_older:]]
     return GroupPlan(num_new=max(0, room - len(wanted)), leaving=tuple(group.group_id for group in leaving))
 
