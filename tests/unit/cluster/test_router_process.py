@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.cluster import turns
+from helpers.cluster import FakeClock, turns
 from helpers.fake_actor import FakeMethod
 from ray.exceptions import GetTimeoutError, RayError
 
@@ -116,12 +116,14 @@ async def test_a_router_that_does_not_answer_is_stopped_all_the_same(
     assert router.lifecycle.state is not GroupState.READY
 
 
-def _wanted(*, adopts: bool, kind: type[RouterProcess] = RouterProcess) -> RouterProcess:
+def _wanted(
+    *, adopts: bool, kind: type[RouterProcess] = RouterProcess, clock: Callable[[], float] = lambda: 0.0
+) -> RouterProcess:
     return kind(
         RouterConfig(control="127.0.0.1:1"),
         log_level="warning",
         policy=RestartPolicy(),
-        clock=lambda: 0.0,
+        clock=clock,
         on_change=lambda: None,
         adopts=adopts,
     )
@@ -175,14 +177,16 @@ async def test_a_router_that_finishes_its_requests_is_alive_and_drains() -> None
 
 
 async def test_stop_during_an_adoption_lets_the_router_finish_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = FakeRouterActor()
+    actor, clock = FakeRouterActor(), FakeClock()
     FakeRay(actor, monkeypatch).may_answer.set()
-    router = _wanted(adopts=True)
+    router = _wanted(adopts=True, clock=clock)
     stopping = asyncio.create_task(router.stop(grace_s=60.0))  # before any pass
+    await turns()
+    clock.advance(20.0)
     actor.answers.set()
     async with asyncio.timeout(10):
         await stopping
-    assert actor.grace_s == 60.0
+    assert actor.grace_s == 40.0
     assert actor.was_killed
     assert not router.is_adopting
     assert router.lifecycle.state is GroupState.STOPPED
@@ -255,7 +259,8 @@ async def test_router_that_is_not_ready_in_time_ends_and_another_life_begins(
             self._actor = actor
             return True
 
-    router = _wanted(adopts=adopts, kind=Router)
+    clock = FakeClock()
+    router = _wanted(adopts=adopts, kind=Router, clock=clock)
     router.reconcile()
     assert router._task is not None
     async with asyncio.timeout(10):
@@ -265,6 +270,8 @@ async def test_router_that_is_not_ready_in_time_ends_and_another_life_begins(
     actor.answers.set()
     router.reconcile()
     assert not router.is_adopting
+    clock.advance(7.0)
+    assert (router.record.last_failure, router.record.failed_ago_s) == ("not ready within 0.05 s", 7.0)
     await turns()
     await turns()  # the life begins, and is asked whether it is ready
     assert router.status().alive
