@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 from cluster.errors import ModelNotFoundError
 from parallel.weight_index import FORMATS, read_index
@@ -48,11 +49,10 @@ def find_folder(source: str) -> Path | None:
         return None
     with _readable(source):
         folder = Path(source).expanduser()
-        if folder.is_dir():
-            return folder.resolve()
-        if folder.exists():
+        mode = _mode_of(folder)
+        if mode is not None and not S_ISDIR(mode):
             raise ModelNotFoundError(f"model {source!r} is a file; allowed: {_ALLOWED}")
-    return None
+        return None if mode is None else folder.resolve()
 
 
 def absolute_source(source: str) -> str:
@@ -125,10 +125,21 @@ def _readable(source: str) -> Iterator[None]:
 
 def _require_config(folder: Path, source: str) -> Path:
     with _readable(source):
-        has_config = (folder / "config.json").is_file()
-    if not has_config:
+        mode = _mode_of(folder / "config.json")
+    if mode is None or not S_ISREG(mode):
         raise ModelNotFoundError(f"model {source!r}: {folder} has no config.json; allowed: {_ALLOWED}")
     return folder
+
+
+def _mode_of(path: Path) -> int | None:
+    """Return what kind of file it is, None where there is none. Raises what keeps it from being looked at.
+
+    `Path.is_dir` and `is_file` say False for all of that since Python 3.14.
+    """
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 _ALLOWED = f"a folder in Hugging Face layout, {', '.join(repr(name) for name in PACKAGED)}, or a hub id 'owner/name'"

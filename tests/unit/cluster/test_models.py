@@ -1,4 +1,6 @@
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,9 +68,13 @@ def test_name_that_the_system_does_not_take_is_refused_with_its_reason(source: s
 
 
 def test_folder_that_may_not_be_entered_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_file(path: Path) -> bool:
-        raise PermissionError(13, "Permission denied", str(path))  # the user who runs tests may be root
+    may_look = Path.stat
 
-    monkeypatch.setattr(Path, "is_file", is_file)
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        if path.name == "config.json":
+            raise PermissionError(13, "Permission denied", str(path))  # the user who runs tests may be root
+        return may_look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
     with pytest.raises(ModelNotFoundError, match="cannot be read: Permission denied; allowed"):
         resolve_model(str(folder))

@@ -68,7 +68,7 @@ def actor(
 
 
 async def run(rank: RankActor) -> Outcome:
-    outcome = await asyncio.wait_for(rank.run("", 0), 60)
+    outcome = await asyncio.wait_for(rank.run("", 0), 300)  # the first may have to compile the kernels
     await asyncio.sleep(0.01)  # the end of the process is due after the answer
     return outcome
 

@@ -278,7 +278,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"prompt": "Hi", "continue_final_message": True}, "continue_final_message with a prompt that is no conver"),
         ({"messages": [USER], "chat_template_kwargs": {"think": {1}}}, "does not fit"),
         ({"messages": [USER], "chat_template_kwargs": {"think": math.nan}}, "chat_template_kwargs does not fit"),
-        ({"messages": [USER], "chat_template_kwargs": nested(20_000)}, "chat_template_kwargs does not fit"),
+        ({"messages": [USER], "chat_template_kwargs": nested(200_000)}, "chat_template_kwargs does not fit"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_here(arguments: dict[str, Any], said: str) -> None:

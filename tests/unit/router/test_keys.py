@@ -144,7 +144,7 @@ def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
         ("keys: [", "cannot be read"),
         ("# Keys\n\n- `a`: b\n", r'cannot be read: [^\n]+ in "<byte string>", line 3, column 3: [^\n]+$'),
         ("keys: []\nkeys: []", "cannot be read: the key 'keys' comes twice"),
-        ("keys: [{name: 2026-02-30}]", "cannot be read: day is out of range"),
+        ("keys: [{name: 2026-02-30}]", "cannot be read: day [^:]*range"),
         ("keys: !!bool perhaps", "cannot be read"),
         pytest.param("keys: " + "[" * 5000, "cannot be read: maximum recursion depth", id="deep"),
         ("key: []", "unknown field|missing required field"),

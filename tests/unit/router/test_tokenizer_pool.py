@@ -73,6 +73,7 @@ async def test_failed_load_is_tried_again() -> None:
     pool = TokenizerPool(fails_once("no tokenizer.json"), num_threads=1)
     with pytest.raises(ModelFilesError):
         await pool.get(TINY)
+    await asyncio.sleep(0)  # since Python 3.14 a load may be done before anything waits for it
     assert isinstance(await pool.get(TINY), ByteTokenizer)
     pool.close()
 
