@@ -70,8 +70,10 @@ class Inbox:
         self._token_ids.extend(output.token_ids)
         self._counts.append(len(output.token_ids))
         self._texts.append(output.text)
-        if output.logprobs:
-            self._logprobs.extend(output.logprobs)
+        for each in output.logprobs:
+            own = inference_pb2.TokenLogprobs()
+            own.CopyFrom(each)  # the frame's own would keep all of it in memory, which is of all requests
+            self._logprobs.append(own)
         if output.HasField("finished"):
             self._ending = output.finished
         elif output.HasField("failed"):

@@ -291,6 +291,17 @@ async def test_reader_far_behind_gets_parts_that_a_client_takes(has_logprobs: bo
     assert [part.ending is not None for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
+async def test_what_waits_for_a_reader_is_no_part_of_the_frame_that_brought_it() -> None:
+    frame = replica_pb2.ConnectResponse()
+    output = frame.outputs.add(token_ids=[7], text="a")
+    output.logprobs.add(chosen=inference_pb2.Logprob(token_id=7))
+    inbox = Inbox(Turns())
+    inbox.add(output)
+    output.logprobs[0].chosen.token_id = 8
+    (logprobs,) = (await inbox.take()).logprobs
+    assert logprobs.chosen.token_id == 7, "else the frame, with what came for others, stays in memory as long"
+
+
 async def test_output_that_is_large_alone_is_taken_whole() -> None:
     inbox = Inbox(Turns())
     inbox.add(replica_pb2.RequestOutput(token_ids=range(5000), text="a"))
