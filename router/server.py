@@ -6,12 +6,14 @@ A thin transcoder: it turns wire messages into calls, deltas into wire messages,
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from weft.addresses import join_host_port
@@ -41,7 +43,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServer(InferenceServicer):
-    """Serves weft.v1.Inference."""
+    """Serves weft.v1.Inference. A request that cannot be read comes as the error that says why."""
 
     def __init__(
         self, dispatch: Dispatch, keys: KeyRing | None, *, write_timeout_s: float, reads_trace_context: bool
@@ -52,15 +54,16 @@ class InferenceServer(InferenceServicer):
         self._reads_trace_context = reads_trace_context
 
     async def Generate(  # type: ignore[override] # noqa: N802 - the stubs know no handler that writes to its context
-        self, request: pb.GenerateRequest, context: _Context
+        self, request: pb.GenerateRequest | DecodeError, context: _Context
     ) -> None:
         """Stream the deltas of one call; a client that cancels, or its deadline, cancels this task and so the call."""
         try:
             tenant = self._identify(context)
             try:
-                asked = generate_call(request, timeout_s=context.time_remaining())
+                asked = generate_call(_readable(request), timeout_s=context.time_remaining())
             except RouterError as error:
-                self._dispatch.refuse(error, request_id=request.request_id, tenant=tenant)
+                request_id = "" if isinstance(request, DecodeError) else request.request_id
+                self._dispatch.refuse(error, request_id=request_id, tenant=tenant)
                 raise
             trace_context = read_context(context.invocation_metadata() or ()) if self._reads_trace_context else ()
             call = replace(asked, tenant=tenant, trace_context=trace_context)
@@ -83,6 +86,7 @@ class InferenceServer(InferenceServicer):
 
     async def _tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         self._admit(context)
+        request = _readable(request)
         prompt: str | Conversation
         match request.WhichOneof("prompt"):
             case "text":
@@ -106,6 +110,7 @@ class InferenceServer(InferenceServicer):
 
     async def _detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         self._admit(context)
+        request = _readable(request)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = await self._dispatch.detokenize(request.model, request.token_ids, skip_special_tokens=skip)
         return pb.DetokenizeResponse(text=text)
@@ -317,7 +322,7 @@ class GrpcListener:
         servicer = InferenceServer(
             dispatch, keys, write_timeout_s=write_timeout_s, reads_trace_context=reads_trace_context
         )
-        add_InferenceServicer_to_server(servicer, self._server)
+        add_InferenceServicer_to_server(servicer, _Methods(self._server))  # type: ignore[arg-type] # all that it needs
         self._streams = _Streams()
         self._health = _Health(self._streams)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]
@@ -347,6 +352,38 @@ class GrpcListener:
         """
         self._streams.end()
         await self._server.stop(grace_s)
+
+
+class _Methods:
+    """Where methods register, so that a message that cannot be read is theirs to refuse, as where the text of a string
+    is cut within a character: gRPC itself would tell UNKNOWN, and log a traceback each time."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """See grpc.aio.Server: for the same methods, which gRPC would only look for if they were not registered."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """See grpc.aio.Server."""
+        lenient = {
+            name: handler._replace(request_deserializer=partial(_read, handler.request_deserializer))
+            for name, handler in handlers.items()
+        }
+        self._server.add_registered_method_handlers(service, lenient)
+
+
+def _read(decode: Callable[[bytes], T], data: bytes) -> T | DecodeError:
+    try:
+        return decode(data)
+    except DecodeError as error:
+        return error
+
+
+def _readable(request: T | DecodeError) -> T:
+    if isinstance(request, DecodeError):
+        raise InvalidRequestError(f"the message cannot be read: {request}; allowed: protobuf, with strings of UTF-8")
+    return request
 
 
 async def _answer(context: _Context, work: Awaitable[T]) -> T:

@@ -161,6 +161,21 @@ async def test_message_over_the_cap_is_refused() -> None:
         assert (await router.generate(text_request("hi"))).num_finished == 1
 
 
+async def test_message_that_cannot_be_read_is_refused_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    cut = tiny(text="a").SerializeToString().replace(b"\x01a", b"\x01\xf0")  # within a character
+    assert len(cut) == tiny(text="a").ByteSize()
+    async with FakeReplica("a") as a, running_router(router_config(a.address, metrics_port=0)) as router:
+        await router.wait_ready(1)
+        for name in ("Generate", "Tokenize", "Detokenize"):
+            call = router.channel.unary_unary(f"/weft.v1.Inference/{name}")
+            with pytest.raises(grpc.aio.AioRpcError, match="the message cannot be read: Error parsing") as refused:
+                await call(cut if name != "Detokenize" else b"\x0a\x01\xf0", timeout=GUARD_S)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+        assert await router.metric("weft_router_requests_total", model="", outcome="invalid_argument") == 1
+        assert (await router.generate(text_request("hi"))).num_finished == 1
+    assert "Traceback" not in caplog.text
+
+
 async def test_answer_streams_text_tokens_logprobs_and_usage() -> None:
     async with FakeReplica("a") as a, running_router(router_config(a.address)) as router:
         await router.wait_ready(1)
