@@ -40,8 +40,11 @@ class Conversation:
 
     @property
     def num_characters(self) -> int:
-        """Characters of all contents and reasoning contents."""
-        return sum(len(message.content) + len(message.reasoning_content) for message in self.messages)
+        """Characters of all that the template may show of the messages."""
+        return sum(
+            len(each.content) + len(each.reasoning_content) + len(each.name) + len(each.tool_call_id)
+            for each in self.messages
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from helpers.polling import until
@@ -200,12 +201,15 @@ async def test_long_texts_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
     pool.close()
 
 
-async def test_thoughts_make_a_conversation_long_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("field", ["reasoning_content", "name", "tool_call_id"])
+async def test_whatever_a_template_may_show_makes_a_conversation_long(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizer_pool, "_LONG_TEXT", 10)
     monkeypatch.setattr(tokenizer_pool, "_MOST_LONG", 20)
     tokenizer = ByteTokenizer()
     pool = TokenizerPool(lambda _: tokenizer, num_threads=1)
-    message = ChatMessage(role="assistant", content="four", reasoning_content="h" * 17)
+    message = replace(ChatMessage(role="assistant", content="four"), **{field: "h" * 17})
     with pytest.raises(OverloadedError, match="allowed: 20 at once"):
         await pool.encode(tokenizer, Conversation(messages=(message,)))
     pool.close()
