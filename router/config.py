@@ -19,6 +19,7 @@ Port: TypeAlias = Annotated[int, Ge(0), Le(65535)]
 MessageBytes: TypeAlias = Annotated[int, Ge(1024), Le(2**31 - 1)]
 NumThreads: TypeAlias = Annotated[int, Ge(1), Le(1024)]
 _Time: TypeAlias = Annotated[float, Ge(0.001)]
+_StopTime: TypeAlias = Annotated[float, Ge(0), Le(10**15)]  # as of any setting: infinity is no time
 
 _MAX_DOUBLINGS = 16  # 0.05 s become an hour; after 1,023 the number would be too large for a float
 
@@ -225,9 +226,9 @@ class RouterConfig:
     max_message_bytes: MessageBytes = 4 << 20
     """A larger message from a client is refused."""
     tokenizer_threads: NumThreads = 2
-    grace_s: Annotated[float, Ge(0)] = 30.0
+    grace_s: _StopTime = 30.0
     """How long requests in flight may go on after the router was told to stop."""
-    unready_s: Annotated[float, Ge(0)] = 0.0
+    unready_s: _StopTime = 0.0
     """How long a router that is told to stop says that it is not ready and still takes requests, so that load balancers
     notice; only then `grace_s` begins."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

@@ -70,6 +70,13 @@ def test_what_is_wrong_is_told(text: str, told: str) -> None:
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize("flag", ["grace", "unready"])
+@pytest.mark.parametrize("time", ["inf", "-1", "2e15"])
+def test_a_stop_takes_a_time_that_ends(flag: str, time: str) -> None:
+    with pytest.raises(RouterConfigError, match=f"{flag}_s is .*; allowed: 0 to 1000000000000000"):
+        config(f"--{flag}={time}")
+
+
 def test_help_tells_the_default_of_each_number(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_flags(["--help"])
