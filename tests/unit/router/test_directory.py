@@ -16,7 +16,7 @@ from helpers.router_harness import prompt_ids, router_config, running_router, te
 from weft.block_hash import block_hashes, root_hash
 from weft.v1 import control_pb2, replica_pb2
 
-from router.directory import Directory, ModelRoute
+from router.directory import Directory, Membership, ModelRoute
 from router.errors import ModelNotFoundError, NoReplicaError
 from router.policy import RoundRobin
 from router.prefix_index import ReplicaId
@@ -175,6 +175,19 @@ async def test_request_of_a_model_that_is_named_again_goes_on_at_its_new_replica
         answer = await asking
     assert answer.finished is not None
     assert list(answer.finished.replica_ids) == ["a", "b"]
+
+
+async def test_model_that_is_named_again_is_what_membership_says_now_also_to_requests_from_before() -> None:
+    async with running_directory("127.0.0.1:1") as directory:
+        route = directory.resolve("tiny")
+        route.note_served(is_on_time=True)
+        directory.apply(Membership(models=(), replicas=()))
+        with pytest.raises(ModelNotFoundError):
+            directory.resolve("tiny")
+        other = ServedModel(name="tiny", path="/other", max_context=64)
+        directory.apply(Membership(models=(other,), replicas=()))
+        assert directory.resolve("tiny") is route
+        assert (route.text.path, route.max_context, route.demand.num_finished) == ("/other", 64, 0)
 
 
 async def test_last_membership_stays_while_the_controller_is_away(caplog: pytest.LogCaptureFixture) -> None:
