@@ -62,7 +62,7 @@ class SchedulerConfig:
 
     max_num_batched_tokens: Annotated[int, Ge(1)] = 2048
     """Token budget of a step."""
-    max_num_seqs: Annotated[int, Ge(1)] = 256
+    max_num_seqs: Annotated[int, Ge(1), Le(1 << 16)] = 256
     """Sequences running at once."""
     max_waiting: Annotated[int, Ge(1)] = 1024
     """Requests waiting at once; one more is refused."""

@@ -135,6 +135,10 @@ def test_each_model_has_its_own_hash_key() -> None:
         ),
         ({"models": [{"tensor_parallel": 0}]}, "models[0].tensor_parallel: 0; allowed: greater than or equal to 1"),
         ({"models": [{"num_threads": 1025}]}, "models[0].num_threads: 1025; allowed: less than or equal to 1024"),
+        (
+            {"models": [{"scheduler": {"max_num_seqs": 2**40, "max_num_batched_tokens": 2**40}}]},
+            "models[0].scheduler.max_num_seqs: 1099511627776; allowed: less than or equal to 65536",
+        ),
         ({"models": [{"quantization": "int4"}]}, "models[0].quantization: \"int4\"; allowed: 'none' or 'int8'"),
         ({"models": [{"kernels": "rocm"}]}, "models[0].kernels: \"rocm\"; allowed: 'auto', 'reference', 'cpu', 'cpu-"),
         (
