@@ -86,6 +86,15 @@ def test_context_in_which_nothing_can_be_generated_is_refused(num_blocks: int, m
         fake_engine(FakeExecutor(num_blocks=num_blocks), max_context=max_context)
 
 
+def test_the_smallest_context_has_room_for_one_token_and_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    engine = fake_engine(max_context=2)
+    outcome = run(engine, [request("a", [1])])["a"]
+    assert len(outcome.token_ids) == 1
+    assert outcome.finish is not None
+    assert outcome.finish.reason is FinishReason.LENGTH
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("keeps_it", [False, True])
 def test_stop_token_is_among_the_tokens_and_in_the_text_where_it_is_asked_for(keeps_it: bool) -> None:
     alone = run_alone(request("a", [1, 2], max_tokens=30))
