@@ -57,6 +57,8 @@ class RouterConnection:
         self._outbox: deque[tuple[float, int, replica_pb2.ConnectResponse]] = deque()
         self._outbox_bytes = 0
         self._wake = asyncio.Event()
+        self._is_written = asyncio.Event()
+        self._is_written.set()
         self._num_frames = 0
         self._steps = _Steps()
         self._flushed_s = clock()
@@ -143,6 +145,14 @@ class RouterConnection:
         """Keep nothing for later: the stream has ended."""
         if self._timer is not None:
             self._timer.cancel()
+        self._is_written.set()
+
+    async def written(self) -> None:
+        """Wait until every frame is written, and with it the last output of each request that has ended.
+
+        Returns also when the stream has ended.
+        """
+        await self._is_written.wait()
 
     def _flush_if_read(self) -> None:
         """Send what is kept, once no frame before it waits any more."""
@@ -173,6 +183,7 @@ class RouterConnection:
         self._outbox.append((now_s, num_bytes, frame))
         self._outbox_bytes += num_bytes
         self._wake.set()
+        self._is_written.clear()
         self.check_lag()
 
     def check_lag(self) -> None:
@@ -193,6 +204,7 @@ class RouterConnection:
                 if self._steps.is_due and not self._outbox:
                     self._flush()
             self._wake.clear()
+            self._is_written.set()
             await self._wake.wait()
 
 

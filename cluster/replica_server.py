@@ -108,13 +108,14 @@ class ReplicaServer(ReplicaServicer):
             await self._server.stop(grace=None)
 
     async def drain(self) -> None:
-        """Take no new requests, say so, and wait until those in flight have ended."""
+        """Take no new requests, say so, and wait until those in flight have ended and their routers were told."""
         self._draining = True
         load = self._to_load(self._engine.snapshot().load)
         for connection in self._connections.values():
             connection.send(load=load)
         self._note_idle()
         await self._is_idle.wait()
+        await asyncio.gather(*(connection.written() for connection in self._connections.values()))
 
     def on_step(self, result: StepResult) -> None:
         """Send what one engine step gave: to each router its outputs, all cache events and the load."""

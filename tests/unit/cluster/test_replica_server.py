@@ -25,6 +25,7 @@ INFO = ReplicaInfo(
 USAGE = Usage(prompt_tokens=3, cached_tokens=0, completion_tokens=2, queue_s=0.1, prefill_s=0.2, decode_s=0.3)
 DONE = Finish(reason=FinishReason.LENGTH, usage=USAGE)
 BLOCK_A, BLOCK_B = b"a" * 16, b"b" * 16
+SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
 
 
 class Router:
@@ -295,6 +296,33 @@ async def test_drain_waits_for_a_request_that_no_step_has_met_yet(bench: Bench) 
     await asyncio.wait_for(drained, 120)
 
 
+async def test_drain_waits_until_a_router_that_is_behind_has_the_last_answer(bench: Bench) -> None:
+    router = Router(bench.address, SMALL_WINDOW)
+    bench.routers.append(router)
+    await router.hello()
+    engine_id = await start_request(bench, router)
+    drained = asyncio.create_task(bench.server.drain())
+    assert (await router.frame()).load.draining
+    bench.server.on_step(bench.engine.step(stored=[number.to_bytes(16) for number in range(100_000)]))
+    bench.server.on_step(bench.engine.step(RequestOutput(request_id=engine_id, finish=DONE)))
+    await asyncio.wait([drained], timeout=0.05)
+    assert not drained.done()
+    assert len((await router.frame()).stored_block_hashes) == 16 * 100_000
+    assert (await router.frame()).outputs[0].HasField("finished")
+    await asyncio.wait_for(drained, 120)
+
+
+async def test_drain_waits_for_no_router_that_has_gone(bench: Bench) -> None:
+    router = Router(bench.address, SMALL_WINDOW)
+    await router.hello()
+    bench.server.on_step(bench.engine.step(stored=[number.to_bytes(16) for number in range(100_000)]))
+    drained = asyncio.create_task(bench.server.drain())
+    await asyncio.wait([drained], timeout=0.05)
+    assert not drained.done()
+    await router.close()
+    await asyncio.wait_for(drained, 120)
+
+
 @pytest.mark.parametrize(
     ("limits", "step_s"),
     [(OutboxLimits(max_bytes=1 << 20, max_age_s=1000.0), 1.0), (OutboxLimits(max_age_s=5.0), 0.1)],
@@ -326,8 +354,7 @@ async def test_router_that_is_cut_off_while_its_snapshot_is_written_is_told_behi
     engine.resident = [number.to_bytes(16) for number in range(100_000)]  # more than the window below
     server = ReplicaServer(INFO, engine, limits=OutboxLimits(max_age_s=5.0), clock=clock)
     port = await server.start("127.0.0.1")
-    small_window = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
-    router = Router(f"127.0.0.1:{port}", small_window)
+    router = Router(f"127.0.0.1:{port}", SMALL_WINDOW)
     await router.send(hello=replica_pb2.Hello(router_id="r", protocol_version=1))
     await router.send(submit=submit())
     await engine.wait_for(lambda: bool(engine.submitted))
