@@ -18,7 +18,7 @@ from cluster.models import find_folder, resolve_model
 from cluster.revision_files import RevisionText, digest_files
 from parallel.errors import DeviceError, ParallelismError
 from parallel.families.registry import describe_model
-from parallel.kernels.choice import check_choice
+from parallel.kernels.choice import check_choice, check_int8_cache
 from parallel.shard import check_split
 from router.config import RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
@@ -75,6 +75,8 @@ def check_model(model: ModelSpec) -> ModelSpec:
             check_choice(
                 engine.device, engine.kernels, attention_backend=engine.attention_backend, compiles=engine.compile
             )
+        if engine.cache.dtype == "int8":
+            check_int8_cache(engine.device, description, block_size=engine.cache.block_size)
     except (ParallelismError, DeviceError) as error:
         raise EngineConfigError(f"model {model.name!r}: {error}") from error
     if wanted is not None and wanted > description.max_context:

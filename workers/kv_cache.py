@@ -9,37 +9,15 @@ import torch
 from torch import Tensor
 
 from parallel.decoder import Decoder
-from parallel.description import DecoderDescription
 from parallel.device.base import Device
 from parallel.host_memory import use_huge_pages
 from parallel.kernels.base import LayerCache
-from parallel.kernels.int8_cache import SCALE_BYTES
 from workers.config import CacheConfig
 from workers.errors import EngineConfigError
 
 logger = logging.getLogger(__name__)
 
 MIN_BLOCKS = 2
-
-
-def check_dtype(config: CacheConfig, description: DecoderDescription, device: torch.device) -> None:
-    """Raises EngineConfigError when this model on this device cannot have a cache of that dtype."""
-    if config.dtype != "int8":
-        return
-    if device.type != "cpu":
-        raise EngineConfigError(
-            f"the cache's dtype is 'int8' on {device.type}; allowed there: 'auto'. On a CPU it is allowed: the kernels "
-            "for CUDA do not have it yet"
-        )
-    if description.latent_kv is not None:
-        raise EngineConfigError(
-            "the cache's dtype is 'int8', and the model keeps latents that are keys and values in one; allowed: 'auto'"
-        )
-    if config.block_size * description.head_dim % SCALE_BYTES:
-        raise EngineConfigError(
-            f"the cache's dtype is 'int8', block_size {config.block_size} and the size of a head "
-            f"{description.head_dim}; allowed: a product that is a multiple of {SCALE_BYTES}, for the scales behind"
-        )
 
 
 def block_bytes(decoder: Decoder, block_size: int) -> int:

@@ -44,6 +44,7 @@ from parallel.device.select import select_device
 from parallel.errors import DeviceError
 from parallel.families.registry import describe_model
 from parallel.kernels.base import Kernels
+from parallel.kernels.choice import check_int8_cache
 from parallel.kernels.inductor import InductorKernels
 from parallel.kernels.select import choose_dtype, has_attention, select_kernels
 from parallel.mesh import Mesh
@@ -53,7 +54,6 @@ from workers.cores import threads_per_rank
 from workers.errors import EngineConfigError, GroupFailedError
 from workers.executor import Executor, GroupExecutor, LocalExecutor, explain
 from workers.interfaces import choose_interfaces
-from workers.kv_cache import check_dtype
 from workers.model_runner import ModelRunner
 from workers.overlap import StepExecution
 from workers.plan import ModelOutput
@@ -294,9 +294,10 @@ def _load(
     folder = Path(config.model)
     device: Device = select_device(config.device, _local_rank(mesh.rank))
     dtype = _DTYPES[agree(_DTYPES.index(choose_dtype(config.dtype, folder, device, config.kernels)))]
-    check_dtype(config.cache, describe_model(folder), device.torch_device)
     config = replace(config, attention_backend=_choose_attention(config, device.torch_device, agree))
     with _refusing_settings():
+        if config.cache.dtype == "int8":
+            check_int8_cache(device.torch_device.type, describe_model(folder), block_size=config.cache.block_size)
         kernels = _select_kernels(config, device.torch_device, dtype)
     are_fast = int(not kernels.slowness)
     if are_fast > agree(are_fast):

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from parallel.description import Activation, ClampedGate
-from parallel.kernels.int8_cache import SCALE_BYTES, lay_out_half
+from parallel.kernels.choice import SCALE_BYTES
+from parallel.kernels.int8_cache import lay_out_half
 from parallel.kernels.linears import PackedExperts, PackedLinear, Search, SearchedLinear, Sift, TableLinear
 from parallel.mesh import Axis
 

@@ -13,9 +13,8 @@ Shape letters as in base.py. KIVI, arXiv:2402.02750, has finer scales for keys; 
 import torch
 from torch import Tensor
 
+from parallel.kernels.choice import SCALE_BYTES
 from parallel.kernels.int8_linear import quantize_rows
-
-SCALE_BYTES = 4
 
 
 def lay_out_half(memory: Tensor, block_size: int, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -135,6 +135,16 @@ def test_taken_port_is_named(folder: Path, section: tuple[str, str]) -> None:
             check_spec(wanted)
 
 
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+def test_keys_and_values_in_8_bits_are_refused_where_the_device_is_said_and_has_none(folder: Path, device: str) -> None:
+    wanted = spec(folder, name="m", device=device, cache={"dtype": "int8"})
+    if device != "cuda":
+        assert check_spec(wanted).models
+        return
+    with pytest.raises(EngineConfigError, match=r"^model 'm': the cache's dtype is 'int8' on cuda; allowed there"):
+        check_spec(wanted)
+
+
 def test_folder_of_recordings_that_cannot_be_made_is_refused(folder: Path) -> None:
     file = folder / "config.json"
     wanted = build_spec({"models": [{"path": str(folder)}], "recording": {"folder": str(file)}, **ANY_PORTS})

@@ -1,15 +1,18 @@
 """Which device and which kernels a process gets, and what a CPU says of its memory."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from parallel import available_memory
+from parallel.description import DecoderDescription
 from parallel.device.cpu import CpuDevice
 from parallel.device.select import select_device
 from parallel.errors import DeviceError
-from parallel.kernels.choice import check_choice
+from parallel.kernels.choice import check_choice, check_int8_cache
 from parallel.kernels.cpu_fast import CpuKernels
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.reference import ReferenceKernels
@@ -144,3 +147,33 @@ def test_an_attention_backend_is_for_the_kernels_of_cuda() -> None:
 def test_layers_are_compiled_around_kernels_that_are_not() -> None:
     for device, name in (("cuda", "auto"), ("cuda", "reference"), ("cpu", "reference"), ("cpu", "cpu")):
         check_choice(device, name, compiles=True)
+
+
+def described(**fields: object) -> DecoderDescription:
+    return cast(DecoderDescription, SimpleNamespace(**({"latent_kv": None, "head_dim": 64} | fields)))
+
+
+@pytest.mark.parametrize(
+    ("description", "device", "block_size", "message"),
+    [
+        (described(), "cuda", 16, "dtype is 'int8' on cuda; allowed there: 'auto'. On a CPU it is allowed"),
+        (described(latent_kv=object()), "cpu", 16, "keys and values in one; allowed: 'auto'"),
+        (described(latent_kv=object()), "auto", 16, "keys and values in one; allowed: 'auto'"),
+        (
+            described(head_dim=18),
+            "cpu",
+            5,
+            "block_size 5 and the size of a head 18; allowed: a product .* multiple of 4",
+        ),
+    ],
+)
+def test_where_8_bits_cannot_be_is_told(
+    description: DecoderDescription, device: str, block_size: int, message: str
+) -> None:
+    with pytest.raises(DeviceError, match=message):
+        check_int8_cache(device, description, block_size=block_size)
+
+
+def test_8_bits_may_be_asked_for_where_they_can_be() -> None:
+    for device in ("cpu", "auto"):
+        check_int8_cache(device, described(), block_size=16)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from parallel.decoder import Decoder
-from parallel.description import DecoderDescription
 from parallel.device.base import Device
 from parallel.device.cpu import CpuDevice
 from parallel.kernels.base import CacheEntry, LayerCache
@@ -19,7 +18,6 @@ from workers.kv_cache import (
     allocate_planes,
     block_bytes,
     block_rows,
-    check_dtype,
     choose_num_blocks,
     lay_out_caches,
     lazy_zeros,
@@ -120,31 +118,6 @@ def test_blocks_in_8_bits_are_copied_whole() -> None:
         for half, expected in zip(cache, of_block, strict=True):
             assert half is not None
             assert torch.equal(half[1], expected)
-
-
-def described(**fields: object) -> DecoderDescription:
-    return cast(DecoderDescription, SimpleNamespace(**({"latent_kv": None, "head_dim": 64} | fields)))
-
-
-@pytest.mark.parametrize(
-    ("description", "device", "block_size", "message"),
-    [
-        (described(), "cuda", 16, "dtype is 'int8' on cuda; allowed there: 'auto'. On a CPU it is allowed"),
-        (described(latent_kv=object()), "cpu", 16, "keys and values in one; allowed: 'auto'"),
-        (
-            described(head_dim=18),
-            "cpu",
-            5,
-            "block_size 5 and the size of a head 18; allowed: a product .* multiple of 4",
-        ),
-    ],
-)
-def test_where_8_bits_cannot_be_is_told(
-    description: DecoderDescription, device: str, block_size: int, message: str
-) -> None:
-    check_dtype(CacheConfig(block_size=block_size), description, torch.device(device))
-    with pytest.raises(EngineConfigError, match=message):
-        check_dtype(CacheConfig(block_size=block_size, dtype="int8"), description, torch.device(device))
 
 
 def test_layers_of_different_groups_share_planes() -> None:
