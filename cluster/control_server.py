@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +39,7 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # routers ping a quiet stream
     ("grpc.so_reuseport", 0),  # a second controller on the port must fail, not share it
 )
+_MAX_FILE_READERS = 4
 _PART_BYTES = 1 << 20  # a message is at most 4 MB
 _STOP_GRACE_S = 0.2  # for the answer to Shutdown to be sent; streams are open for as long as they may
 
@@ -130,6 +132,7 @@ class ControlServer(ControlServicer):
         self._version = metadata.version("weft")  # reads files
         self._started_s = clock()
         self._changed = asyncio.Condition()
+        self._file_readers = ThreadPoolExecutor(_MAX_FILE_READERS, "model files")  # a file system may hang
         self._membership = control_pb2.WatchReplicasResponse(version=0)
         self._server: grpc.aio.Server | None = None
         self._heard: dict[str, control_pb2.RouterStatus] = {}
@@ -179,7 +182,9 @@ class ControlServer(ControlServicer):
             paths = {model.path for model in models} | {each.text.path for each in replicas if each.HasField("text")}
             if request.path not in paths:
                 raise NotServedError(f"no model is served from {request.path!r}")
-            files = await asyncio.to_thread(lambda: list(read_text_files(Path(request.path))))
+            files = await asyncio.get_running_loop().run_in_executor(
+                self._file_readers, lambda: list(read_text_files(Path(request.path)))
+            )
         for name, data in files:
             for start in range(0, max(1, len(data)), _PART_BYTES):
                 yield control_pb2.GetModelFilesResponse(name=name, data=data[start : start + _PART_BYTES])

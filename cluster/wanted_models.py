@@ -7,7 +7,9 @@ meanwhile is not lost. wanted_state.py brings about what is wanted.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 from cluster.config import ModelSection, ModelSpec, check_section
 from cluster.errors import ClusterConfigError, StoppingError
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_CHECKS = 5
 """How often one rollout reads its model, off the event loop: again whenever somebody has changed it meanwhile."""
+_MAX_READERS = 16
+
+T = TypeVar("T")
 
 
 class WantedModels:
@@ -59,6 +64,8 @@ class WantedModels:
         self.scalings: dict[str, LastScaling] = {}
         """Last scaling of each model under this controller."""
         self._is_closed = False
+        self._readers = ThreadPoolExecutor(_MAX_READERS, "models")
+        """Threads of their own: a file system that hangs keeps them, and groups are placed all the same."""
         self._on_change = on_change
         self._clock = clock
 
@@ -79,8 +86,8 @@ class WantedModels:
             StoppingError: after `close`.
         """
         self.check_open()
-        checked = await asyncio.to_thread(lambda: [check_model(spec) for spec in specs])
-        texts = await asyncio.to_thread(lambda: {spec.name: read_text(spec) for spec in checked})
+        checked = await self._read(lambda: [check_model(spec) for spec in specs])
+        texts = await self._read(lambda: {spec.name: read_text(spec) for spec in checked})
         wanted, changes = apply(self.current, checked, next_revisions=self.next_revisions)
         if changes and not dry_run:
             self._want(with_texts(wanted, texts, before=self.current), changes)
@@ -115,8 +122,8 @@ class WantedModels:
         self.check_open()
         for _ in range(_MAX_CHECKS):
             spec = self._changed_spec(name, settings)
-            checked = await asyncio.to_thread(check_model, spec)
-            text = await asyncio.to_thread(read_text, checked)
+            checked = await self._read(partial(check_model, spec))
+            text = await self._read(partial(read_text, checked))
             if self._changed_spec(name, settings) == spec:
                 return self._want_revision(*roll(self.current, name, checked.section), text)
         raise _changes_too_often(name)
@@ -128,7 +135,7 @@ class WantedModels:
             spec = _current_spec(*undo(self.current, name))
             last = find(self.current, name).previous
             commit = last.text.commit if last and last.text else None
-            text = await asyncio.to_thread(read_text, spec, commit=commit)
+            text = await self._read(partial(read_text, spec, commit=commit))
             models, change = undo(self.current, name)
             if _current_spec(models, change) == spec:
                 return self._want_revision(models, change, text)
@@ -146,6 +153,9 @@ class WantedModels:
         """Raise StoppingError after `close`."""
         if self._is_closed:
             raise StoppingError("the service is stopping; allowed: `weft drain`, and changes when it serves again")
+
+    async def _read(self, read: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, read)
 
     def _want(self, wanted: Models, changes: Sequence[Change]) -> None:
         self.check_open()  # others went on while models were read

@@ -353,6 +353,28 @@ async def test_files_of_a_folder_that_is_not_served_are_not_given(running: Runni
         await fetch(str(tmp_path), tmp_path, running.address)
 
 
+async def test_files_on_a_file_system_that_hangs_keep_nobody_else_waiting(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def hang(folder: Path) -> tuple[()]:
+        goes_on.wait()
+        return ()
+
+    monkeypatch.setattr("cluster.control_server.read_text_files", hang)
+    request = control_pb2.GetModelFilesRequest(path="/m")
+    answers = [aiter(running.server.GetModelFiles(request, SimpleNamespace())) for _ in range(40)]
+    reads = [asyncio.ensure_future(anext(answer, None)) for answer in answers]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(int)  # as what places groups
+    finally:
+        goes_on.set()
+    assert set(await asyncio.gather(*reads)) == {None}
+
+
 async def test_files_of_the_folder_that_a_replica_still_runs_are_given(running: Running, tmp_path: Path) -> None:
     state, _, address = running
     old, here = tmp_path / "old", tmp_path / "here"

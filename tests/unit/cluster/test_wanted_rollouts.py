@@ -68,6 +68,30 @@ async def test_each_replica_tells_the_tokenizer_of_its_revision_to_a_successor_t
     assert told() == texts
 
 
+async def test_models_on_a_file_system_that_hangs_keep_nobody_else_waiting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.apply({"replicas": 1})
+    goes_on = threading.Event()
+
+    def hang(spec: ModelSpec) -> ModelSpec:
+        goes_on.wait()
+        return preflight.check_model(spec)
+
+    monkeypatch.setattr("cluster.wanted_models.check_model", hang)
+    try:
+        changes = [asyncio.create_task(bench.state.roll("m", {"max_context": 64})) for _ in range(40)]
+        changes += [asyncio.create_task(bench.state.apply(bench.specs({"replicas": 2}))) for _ in range(40)]
+        await turns()
+        async with asyncio.timeout(30):
+            assert await bench.state.node_statuses()  # as placement, in a thread of those that all share
+    finally:
+        goes_on.set()
+        for change in changes:
+            change.cancel()
+        await asyncio.gather(*changes, return_exceptions=True)
+
+
 async def test_two_rollouts_at_once_both_hold(bench: Bench) -> None:
     await bench.apply({"replicas": 1})
     await asyncio.gather(bench.state.roll("m", {"max_context": 64}), bench.state.roll("m", {"dtype": "float32"}))
