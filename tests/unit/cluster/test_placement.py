@@ -60,6 +60,7 @@ def test_what_does_not_fit_is_told_in_words(wanted: Placement, nodes: list[NodeR
         (placement(2, 2), [node(4)]),
         (placement(2, gpus=0), [node()]),
         (placement(2, gpus=0, cpus=0), [node()]),
+        (placement(1, 3, gpus=0, cpus=0.1), [node(cpus=0.3)]),  # 0.3 / 0.1 is less than 3
     ],
 )
 def test_what_fits_has_no_reason(wanted: Placement, nodes: list[NodeResources]) -> None:

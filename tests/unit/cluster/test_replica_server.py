@@ -127,6 +127,17 @@ async def test_submit_reaches_the_engine_as_it_was_sent(bench: Bench) -> None:
     assert (request.sampling.temperature, request.sampling.max_tokens, request.sampling.seed) == (0.0, 5, 7)
 
 
+async def test_what_a_submit_leaves_open_is_open(bench: Bench) -> None:
+    router = bench.connect()
+    await router.hello()
+    await start_request(bench, router)
+    no_limit = submit("y")
+    no_limit.sampling.top_k = -1
+    await router.send(submit=no_limit)
+    await bench.engine.wait_for(lambda: len(bench.engine.submitted) == 2)
+    assert [(request.deadline_s, request.sampling.top_k) for request in bench.engine.submitted] == [(None, 0)] * 2
+
+
 async def test_step_gives_each_router_its_own_outputs_and_all_cache_events(bench: Bench) -> None:
     first, second = bench.connect(), bench.connect()
     await first.hello()
