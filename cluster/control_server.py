@@ -41,6 +41,8 @@ SERVER_OPTIONS = (
 )
 _MAX_FILE_READERS = 4
 _PART_BYTES = 1 << 20  # a message is at most 4 MB
+_FOLLOW_S = 1.0
+"""Who follows logs asks again within this time."""
 _STOP_GRACE_S = 0.2  # for the answer to Shutdown to be sent; streams are open for as long as they may
 
 
@@ -135,6 +137,8 @@ class ControlServer(ControlServicer):
         self._file_readers = ThreadPoolExecutor(_MAX_FILE_READERS, "model files")  # a file system may hang
         self._membership = control_pb2.WatchReplicasResponse(version=0)
         self._server: grpc.aio.Server | None = None
+        self._logs_read_s = -math.inf
+        """When logs were read last, by somebody who was not told that the service stops."""
         self._heard: dict[str, control_pb2.RouterStatus] = {}
         """What each router that reports now says of itself, by its connection."""
 
@@ -145,7 +149,9 @@ class ControlServer(ControlServicer):
         self._server = server
 
     async def stop(self) -> None:
-        """End every stream and the service."""
+        """End every stream and the service, a moment later where somebody follows logs, to whom that is told."""
+        if self._clock() - self._logs_read_s < _FOLLOW_S:
+            await asyncio.sleep(_FOLLOW_S)  # else its command would look for a next controller
         if self._server is not None:
             await self._server.stop(grace=_STOP_GRACE_S)
 
@@ -281,6 +287,8 @@ class ControlServer(ControlServicer):
             if piece is not None
         ]
         unread = [name for name, piece in pieces.items() if piece is None]
+        if not self._state.is_stopping:
+            self._logs_read_s = self._clock()
         return control_pb2.ReadLogsResponse(chunks=chunks, stopping=self._state.is_stopping, unread=unread)
 
     async def ReadMetrics(  # noqa: N802

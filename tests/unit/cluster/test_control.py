@@ -17,7 +17,7 @@ import grpc
 import pytest
 from helpers.cluster import FakeClock
 from helpers.ipv6 import needs_ipv6
-from helpers.polling import poll
+from helpers.polling import poll, until
 from helpers.router_harness import router_config, running_router
 from rich.console import Console
 from weft.v1 import control_pb2
@@ -283,6 +283,21 @@ async def test_logs_are_read_on_where_they_were_left(running: Running, tmp_path:
         file.write("third\n")
     chunk = await asyncio.to_thread(read, {"m-0.1/0": chunk.next_offset}, 7)
     assert chunk.data == b"third\n"
+
+
+async def test_who_follows_logs_hears_that_the_service_stops_however_soon_it_has(running: Running) -> None:
+    told: list[str] = []
+
+    def follow() -> None:
+        with ControlClient(running.address) as client:
+            show_logs(client, "m", follows=True, tail_bytes=100, tell=told.append)
+
+    following = asyncio.create_task(asyncio.to_thread(follow))
+    await until(lambda: bool(told))
+    running.state.is_stopping = True
+    await running.server.stop()
+    with pytest.raises(ServiceStoppedError, match="the service has stopped"):
+        await asyncio.wait_for(following, 20)  # less than it would wait for a next controller
 
 
 async def test_logs_whose_node_does_not_answer_are_named_beside_those_that_are_read(
