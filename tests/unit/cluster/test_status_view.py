@@ -115,6 +115,21 @@ def test_nothing_is_folded_where_no_terminal_is(capsys: pytest.CaptureFixture[st
     assert ", ".join(str(rank.pid) for rank in ranks) in capsys.readouterr().out
 
 
+def test_a_models_row_tells_its_revision_and_how_many_groups_are_of_older_ones() -> None:
+    def row(revision: int, *of_groups: int) -> list[str]:
+        groups = [control_pb2.GroupStatus(revision=of, tensor_parallel=2, pipeline_parallel=1) for of in of_groups]
+        model = control_pb2.ModelStatus(
+            name="m", path="/m", revision=revision, groups=groups, ready_replicas=1, wanted_replicas=2
+        )
+        out = io.StringIO()
+        print_status(Console(file=out, width=200), control_pb2.GetStatusResponse(models=[model]))
+        return out.getvalue().splitlines()[2].split()
+
+    assert row(3, 3) == ["m", "1", "of", "2", "3", "2", "x", "1", "/m"]
+    assert row(3, 3, 2, 1) == ["m", "1", "of", "2", "3", "(2", "older)", "2", "x", "1", "/m"]
+    assert row(0, 3) == ["m", "1", "of", "2", "removed", "2", "x", "1", "/m"]
+
+
 def test_status_tells_that_the_service_stops() -> None:
     for stopping in (False, True):
         out = io.StringIO()
