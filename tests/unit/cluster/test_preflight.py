@@ -66,6 +66,14 @@ def test_the_routers_certificate_is_tried_before_anything_starts(
         check_spec(with_files(folder, tls=tls))
 
 
+def test_inner_certificates_that_peers_would_refuse_are_refused_before_anything_starts(folder: Path) -> None:
+    files = inner_tls(trustme.CA(), folder, trusts=trustme.CA())
+    section = {"cert_file": files.cert_file, "key_file": files.key_file, "ca_file": files.ca_file}
+    wanted = build_spec({"models": [{"path": str(folder)}], "inner_tls": section, **ANY_PORTS})
+    with pytest.raises(StartError, match="certificate"):
+        check_spec(wanted)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -102,6 +110,7 @@ def test_context_beyond_the_model_is_refused(folder: Path) -> None:
         EngineConfigError, match="model 'm': max_context is 257; allowed: at most that of the model, 256"
     ):
         check_spec(spec(folder, name="m", max_context=257))
+    assert check_spec(spec(folder, max_context=256)).models
 
 
 @pytest.mark.parametrize(("text", "error"), [("{", ConfigError), ('{"model_type": "mamba"}', UnsupportedModelError)])
@@ -150,6 +159,14 @@ def test_folder_of_recordings_that_cannot_be_made_is_refused(folder: Path) -> No
     wanted = build_spec({"models": [{"path": str(folder)}], "recording": {"folder": str(file)}, **ANY_PORTS})
     with pytest.raises(StartError, match=rf"recording\.folder: {file} cannot be made: File exists; allowed: a folder"):
         check_spec(wanted)
+
+
+def test_folder_of_recordings_is_made_where_it_is_not_there(folder: Path) -> None:
+    recordings = folder / "a" / "b"
+    wanted = build_spec({"models": [{"path": str(folder)}], "recording": {"folder": str(recordings)}, **ANY_PORTS})
+    for _ in range(2):
+        check_spec(wanted)
+        assert recordings.is_dir()
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "no\nhost", "a" * 100])
