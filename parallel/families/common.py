@@ -37,6 +37,7 @@ def describe_common(
         eps_name, default_eps: the epsilon of the norms.
     """
     _refuse_quantized(fields)
+    refuse_other(fields, is_causal=True)
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)

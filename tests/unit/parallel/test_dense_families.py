@@ -302,6 +302,7 @@ def test_slopes_are_those_of_transformers(num_heads: int) -> None:
     [
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; supported .*: False"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("qwen3", {"is_causal": False}, "is_causal is False; supported in this family: True"),  # an encoder's
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; supported in this family: False"),
         ("gpt2", {"activation_function": "tanh"}, "hidden_act is 'tanh'; supported: silu"),
