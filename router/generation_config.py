@@ -30,7 +30,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "top_h": (),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
+    "min_length": (0,),
     "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
     "bad_words_ids": ([],),
     "sequence_bias": ({}, []),
     "suppress_tokens": ([],),
@@ -40,6 +43,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "exponential_decay_length_penalty": (),
     "guidance_scale": (1, 1.0),
     "penalty_alpha": (0, 0.0),
+    "watermarking_config": (),
     "stop_strings": ([], ""),
 }
 """Further fields that change what `transformers` generates, and the values with which they do not."""

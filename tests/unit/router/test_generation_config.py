@@ -98,6 +98,10 @@ def test_what_is_not_served_is_said(caplog: pytest.LogCaptureFixture) -> None:
         "suppress_tokens": [7],
         "typical_p": 1.0,
         "guidance_scale": None,
+        "min_length": 30,
+        "encoder_repetition_penalty": 1.2,
+        "encoder_no_repeat_ngram_size": 0,
+        "watermarking_config": {"bias": 2.0},
     }
 
     with caplog.at_level(logging.WARNING):
@@ -105,7 +109,10 @@ def test_what_is_not_served_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
     assert [record.getMessage() for record in caplog.records] == [
         "generation_config.json asks for num_beams 4, which is not served; ignored",
+        "generation_config.json asks for min_length 30, which is not served; ignored",
+        "generation_config.json asks for encoder_repetition_penalty 1.2, which is not served; ignored",
         "generation_config.json asks for suppress_tokens [7], which is not served; ignored",
+        "generation_config.json asks for watermarking_config {'bias': 2.0}, which is not served; ignored",
     ]
 
 
