@@ -41,7 +41,7 @@ def test_steps_in_pieces_equal_reference(tmp_path: Path) -> None:
 def test_collectives_of_nccl_are_recorded_and_let_go(tmp_path: Path) -> None:
     """Half a model, whose sums NCCL makes over one rank: as much of a group as one GPU can be."""
     device = CudaDevice().torch_device
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         axis = Axis(size=2, rank=0, group=dist.group.WORLD)
         decoder = check_decoder(select_kernels(device, torch.float32), tmp_path, device, tolerance=2e-3, tp=axis)

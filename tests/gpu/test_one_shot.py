@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from parallel.collectives import all_reduce
 from parallel.device.cuda import CudaDevice
@@ -22,12 +22,12 @@ pytestmark = [
 
 
 def test_sums_are_those_of_nccl_called_and_recorded(tmp_path: Path) -> None:
-    mp.spawn(_be_rank, args=(str(tmp_path / "store"),), nprocs=2)
+    spawn(_be_rank, args=(str(tmp_path / "store"),), nprocs=2)
 
 
 def _be_rank(rank: int, file: str) -> None:
     device = CudaDevice(rank).torch_device
-    dist.init_process_group("nccl", store=dist.FileStore(file, 2), rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=2)
     group = dist.group.WORLD
     assert group is not None
     one_shot = OneShotAllReduce.connect(group, size=2, device=device)

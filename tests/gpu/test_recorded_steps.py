@@ -26,7 +26,7 @@ def test_all_steps_are_recorded_inside_of_the_memory_that_was_counted() -> None:
         model=str(PACKAGED[DEFAULT_MODEL]), device="cuda", dtype="bfloat16", cache=CacheConfig(memory_fraction=0.3)
     )
     device = CudaDevice()
-    runner = _load(config, Mesh.single(), None, None)
+    runner = _load(config, Mesh.single(), int, None, None)
     runner.allocate(runner.choose_num_blocks())
     layers: Any = runner._decoder._run
     max_context = runner._decoder.description.max_context
@@ -48,7 +48,7 @@ def test_a_whole_step_is_started_without_a_wait(max_size: int) -> None:
         max_cudagraph_capture_size=max_size,
         cache=CacheConfig(num_blocks=200),
     )
-    runner = _load(config, Mesh.single(), None, None)
+    runner = _load(config, Mesh.single(), int, None, None)
     runner.allocate(200)
     wanted = SamplingParams(
         temperature=0.8, top_p=0.9, top_k=5, seed=3, logprobs=2, min_tokens=9, repetition_penalty=1.2

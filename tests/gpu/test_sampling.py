@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.sampling_cases import SamplingCase, check_edits, sampling_cases
 
-from parallel.kernels.sampling import TokenChoice
+from parallel.kernels.sampling import Edits, TokenChoice
 from parallel.kernels.select import select_sampling
 
 pytestmark = pytest.mark.gpu
@@ -24,14 +24,14 @@ def test_edits_are_what_they_say_and_never_wait() -> None:
     device = torch.device("cuda")
     choice = select_sampling(device)
 
-    def edit(logits_SV: torch.Tensor, *args: Any) -> None:
-        _without_waiting(lambda logits: choice.edit(logits, *args))(logits_SV.clone())
-        choice.edit(logits_SV, *args)
+    def edit(logits_SV: torch.Tensor, edits: Edits, first_token: int) -> None:
+        _without_waiting(lambda logits: choice.edit(logits, edits, first_token))(logits_SV.clone())
+        choice.edit(logits_SV, edits, first_token)
 
     check_edits(choice._replace(edit=edit), device)
 
 
-def _without_waiting(work: Callable[..., Any]) -> Callable[..., Any]:
+def _without_waiting(work: Any) -> Callable[..., Any]:
     def checked(*args: object) -> Any:
         work(*args)  # compiles
         torch.cuda.set_sync_debug_mode("error")
