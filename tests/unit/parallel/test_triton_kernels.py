@@ -1,7 +1,6 @@
 """The Triton kernels mean what the reference means, in Triton's interpreter, and compile for GPUs that are not here.
 
-In float32 and float16: the interpreter of Triton 3.9 multiplies and rounds bfloat16 wrongly. What is compiled is
-bfloat16.
+Interpreted in float32 and float16: the interpreter of Triton 3.9 multiplies and rounds bfloat16 wrongly.
 """
 
 import pytest
@@ -329,124 +328,31 @@ def test_a_decoder_whose_steps_are_filled_up_is_right_when_interpreted() -> None
 
 
 _COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from parallel.kernels import triton_attend, triton_attention, triton_elementwise, triton_grouped_linear
-from parallel.kernels import triton_int8_linear, triton_linear, triton_sampling
+import re
+from pathlib import Path
+from helpers.compiled_launches import compiling, launch_all
+from parallel.kernels import triton_launch
 
-capability = {capability}
-
-
-def build(kernel, pointers, constants, floats, **options):
-    if "IS_EARLY" in kernel.arg_names:
-        constants = constants | dict(IS_EARLY=capability >= 90)  # older ones have no such instructions
-    signature = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(floats, "fp32")
-    signature |= dict.fromkeys(constants, "constexpr")
-    plain = {name for name, kind in signature.items() if kind in ("fp32", "constexpr")} | {*kernel.do_not_specialize}
-    # as in a launch: the loads that lie well take shared memory, several at a time
-    known = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in plain}
-    source = ASTSource(kernel, signature, constants, known)
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def attend(
-    is_prefill, head_dim, num_group, dtype, has_features=True, shared_bytes=99 << 10, partition=1024, is_cut=False
-):
-    shared_bytes = 227 << 10 if capability == 90 else shared_bytes
-    is_cut = is_cut if is_prefill else partition != 512  # the longest context that is not cut is one of this size
-    partition = 0 if is_prefill else partition
-    numbers = dict.fromkeys(("q", "keys", "values", "out"), f"*{dtype}")
-    pointers = numbers | dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
-    pointers |= dict.fromkeys(("sums", "bias", "sinks"), "*fp32") | ({"out": "*fp32"} if is_cut else {})
-    size = dict(bf16=2, fp32=4)[dtype]
-    tiles = triton_attention.choose_tiles(
-        *(head_dim, num_group, size),
-        **dict(partition=partition, is_cut=is_cut, num_programs=1000),
-        **dict(has_bias=has_features, shared_bytes=shared_bytes),
-    )
-    sizes = dict(BLOCK_SIZE=16, HEAD_DIM=head_dim, HEAD=tiles.head, GROUP=tiles.group)
-    sizes |= dict(TILE_Q=tiles.num_queries, TILE_KEYS=tiles.num_keys)
-    features = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_BIAS", "IS_BY_DISTANCE", "HAS_SINKS"), has_features)
-    constants = sizes | features | dict(IS_PREFILL=is_prefill, IS_PARTIAL=is_cut)
-    options = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    built = build(triton_attend.attend, pointers, constants, ("scale", "soft_cap"), **options)
-    assert built.metadata.shared <= shared_bytes
-
-
-for of in ((False, 128, 4), (True, 128, 4), (False, 8, 1), (True, 80, 71)):
-    attend(*of, "bf16")
-attend(True, 256, 8, "fp32")
-for of in ((128, 4, "bf16"), (256, 32, "fp32"), (80, 71, "bf16")):
-    for partition in (256, 512, 1024):
-        attend(False, *of, has_features=False, partition=partition)
-if capability >= 80:
-    for of in ((False, 128, 4, "bf16"), (False, 256, 8, "fp32"), (True, 128, 4, "bf16"), (True, 256, 8, "bf16")):
-        attend(*of, has_features=False, shared_bytes=163 << 10)
-    attend(True, 128, 4, "bf16", has_features=False, shared_bytes=163 << 10, is_cut=True)
-for is_prefill in (False, True):
-    build(
-        triton_attend.merge,
-        dict(parts="*fp32", sums="*fp32", out="*bf16", query_starts="*i32", context_lens="*i32"),
-        dict(HEAD=128, TILE_PARTS=64, IS_PREFILL=is_prefill, HAS_WINDOW=not is_prefill),
-        (),
-        num_warps=8,
-    )
-for name, wide, constants in (
-    ("_rms_norm", (), dict(TILE=4096, HAS_RESIDUAL=True)),
-    ("_silu_mul", (), dict(TILE=1024)),
-    ("_rotary", ("cos", "sin"), dict(HEADS=16, TILE=64, IS_INTERLEAVED=False)),
-    ("_rotary", ("cos", "sin"), dict(HEADS=16, TILE=64, IS_INTERLEAVED=True)),
-    ("_write_cache", (), dict(BLOCK_SIZE=16, TILE=1024)),
-    (
-        "_rotate_and_write",
-        ("cos", "sin"),
-        dict(BLOCK_SIZE=16, HEADS=16, TILE=64, HEAD=128, IS_INTERLEAVED=True, HAS_REST=True),
-    ),
-):
-    kernel = getattr(triton_elementwise, name)
-    numbers = {"x", "residual", "weight", "out", "gate_up", "q", "k", "v", "keys", "values"} & {*kernel.arg_names}
-    pointers = dict.fromkeys(numbers, "*bf16") | dict.fromkeys(wide, "*fp32")
-    pointers |= {"slot_mapping": "*i64"} if "slot_mapping" in kernel.arg_names else {}
-    build(kernel, pointers, constants, ("eps",) if "eps" in kernel.arg_names else ())
-for name, constants in (
-    ("_find_largest", dict(TILE=2048, RUN=128, IS_DRAWN=False, IS_LIMITED=False)),
-    ("_find_largest", dict(TILE=2048, RUN=0, IS_DRAWN=True, IS_LIMITED=True)),
-    ("_edit", dict(TILE=1024)),
-    ("_merge_largest", dict(SLICES=128)),
-    ("_cut", dict(TILE=2048)),
-    ("_gather", dict(TILE=2048, MOST=8192)),
-    ("_limit", dict(TILE=8192, MOST=8192)),
-):
-    kernel = getattr(triton_sampling, name)
-    pointers = dict(logits="*fp32", largest="*fp32", values="*fp32", settings="*fp64", places="*i32", packed="*i32")
-    pointers |= dict(token_ids="*i64", last_tokens="*i64", state="*i64", runs="*fp32", gathered="*fp32")
-    pointers = {of: kind for of, kind in pointers.items() if of in kernel.arg_names}
-    build(kernel, pointers, constants, (), num_warps=16 if name == "_limit" else 4)
-for num_in, is_gated in ((4096, False), (14336, False), (900, True), (4096, True)):
-    tiles = triton_linear.choose_tiles(num_in, 2, is_gated=is_gated)
-    sizes = dict(NUM_IN=num_in, TILE_OUT=tiles.num_out, TILE_IN=tiles.num_in, HAS_BIAS=True, IS_GATED=is_gated)
-    pointers = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
-    build(triton_linear._multiply_row, pointers, sizes, (), num_warps=tiles.num_warps)
-pointers = dict(x="*bf16", integers="*i8", scales="*fp32")
-build(triton_int8_linear._quantize, pointers, dict(TILE=16384), (), num_warps=16)
-floats = dict.fromkeys(("scales", "weight_scales"), "*fp32")
-build(
-    triton_int8_linear._scale, floats | dict(sums="*i32", bias="*bf16", out="*bf16"), dict(TILE=1024, HAS_BIAS=True), ()
-)
-for num_rows, is_gated in ((1, False), (1, True), (64, True)):
-    tiles = triton_int8_linear.choose_tiles(num_rows, is_gated=is_gated)
-    sizes = dict(TILE_ROWS=tiles.num_rows, TILE_OUT=tiles.num_out, TILE_IN=tiles.num_in)
-    constants = sizes | dict(NUM_IN=4096, HAS_BIAS=True, IS_GATED=is_gated)
-    pointers = floats | dict(x="*i8", weight="*i8", bias="*bf16", out="*bf16")
-    built = build(triton_int8_linear._multiply, pointers, constants, (), num_stages=tiles.num_stages)
-    assert built.metadata.shared <= 99 * 1024
-for tile_rows in (16, 64):
-    pointers = dict.fromkeys(("x", "weight", "out"), "*bf16") | dict(starts="*i32", ends="*i32", tile_ends="*i64")
-    sizes = dict(TILE_ROWS=tile_rows, TILE_OUT=64, TILE_IN=32, EXPERTS=128)
-    build(triton_grouped_linear._multiply, pointers, sizes, ())
+with compiling({capability}, {shared_bytes}) as compiled:
+    launch_all()
+files = Path(triton_launch.__file__).parent.glob("triton_*.py")
+launched = {name for file in files for name in re.findall(r"^ +(\\w+)\\[[^]]+\\]\\(", file.read_text(), re.MULTILINE)}
+assert compiled == launched, compiled ^ launched
 """
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_for_a_gpu_and_attention_fits_in_its_shared_memory(capability: int) -> None:
-    run_with_triton(_COMPILE.replace("{capability}", str(capability)))
+@pytest.mark.parametrize(("capability", "shared_kb"), [(89, 99), (90, 227)])
+def test_every_launch_compiles_for_a_gpu_and_fits_in_its_shared_memory(capability: int, shared_kb: int) -> None:
+    run_with_triton(_COMPILE.replace("{capability}", str(capability)).replace("{shared_bytes}", str(shared_kb << 10)))
+
+
+_COMPILE_ATTENTION = """
+from helpers.compiled_launches import compiling, launch_attention
+
+with compiling(80, 163 << 10):
+    launch_attention()
+"""
+
+
+def test_attention_compiles_for_an_a100_whose_tiles_are_those_of_later_gpus() -> None:
+    run_with_triton(_COMPILE_ATTENTION)
