@@ -32,6 +32,28 @@ def test_library_is_compiled_once_and_again_when_the_compiler_changes(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.parametrize(
+    ("machine", "flag"), [("aarch64", "-mcpu=native"), ("arm64", "-mcpu=native"), ("x86_64", "-march=native")]
+)
+def test_compiler_is_asked_for_this_cpu_in_the_words_that_it_knows_on_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, flag: str
+) -> None:
+    commands: list[list[str]] = []
+
+    def compile_(command: list[str]) -> str:
+        commands.append(command)
+        Path(command[-1]).touch()
+        return ""
+
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_key", lambda compiler, flags: "key")
+    monkeypatch.setattr(build, "_run", compile_)
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    build.build_library(tmp_path)
+    asked = [part for command in commands if "-c" in command for part in command if part.endswith("=native")]
+    assert asked == [flag] * len(list(build.SOURCES.glob("*.cpp")))
+
+
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"\0" * 100], ids=["empty", "short", "other"])
 def test_a_library_that_is_damaged_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: bytes
