@@ -65,6 +65,7 @@ def _rewrite(folder: Path, **changes: Tensor | None) -> None:
             del tensors[name]
         else:
             tensors[name] = tensor
+    (folder / SINGLE_FILE).unlink()  # the tensors are mapped from it
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
 
 
