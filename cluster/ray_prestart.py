@@ -77,7 +77,7 @@ def living_nodes() -> set[str]:
 def running_pids(node_id: str) -> set[int]:
     """Return the worker processes of a node that run, those included that were started ahead.
 
-    One that was killed is gone within a moment. Ray 2.50 cannot tell. Blocks for a round trip to the node.
+    One that was killed is gone within a moment. Blocks for a round trip to the node.
     """
     with _translated():
         from ray._private.grpc_utils import init_grpc_channel

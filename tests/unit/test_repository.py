@@ -48,11 +48,11 @@ def test_only_dates_come_from_the_wall_clock() -> None:
 
 
 def test_development_takes_the_triton_that_comes_with_the_oldest_torch() -> None:
-    """2.9, which comes with Triton 3.5."""
+    """2.10, which comes with Triton 3.6."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert "torch>=2.9,<3" in project["dependencies"]
+    assert "torch>=2.10,<3" in project["dependencies"]
     of_triton = [Requirement(each) for each in project["optional-dependencies"]["dev"] if each.startswith("triton")]
-    assert [each.specifier.contains("3.5.1") for each in of_triton] == [True]
+    assert [each.specifier.contains("3.6.0") for each in of_triton] == [True]
 
 
 def test_generated_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
