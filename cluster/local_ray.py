@@ -195,7 +195,7 @@ def _bring_token() -> bool:
     """
     try:
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-    except ImportError:  # before Ray 2.60, which does what RAY_AUTH_MODE says
+    except ImportError:  # before Ray 2.59, which does what RAY_AUTH_MODE says
         return True
     return bool(maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
 

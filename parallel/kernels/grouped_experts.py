@@ -56,12 +56,7 @@ def torch_grouped_linear(x_RI: Tensor, weight_XOI: Tensor, ends_X: Tensor) -> Te
 
 
 def is_fast_in_torch(weight_XOI: Tensor) -> bool:
-    """Whether torch has a kernel of its own for this on CUDA; without it, it copies the ends to the host and waits.
-
-    Before torch 2.10 there is no `grouped_mm`.
-    """
-    if not hasattr(F, "grouped_mm"):
-        return False
+    """Whether torch has a kernel of its own for this on CUDA; without it, it copies the ends to the host and waits."""
     is_aligned = weight_XOI.shape[1] % 8 == 0 and weight_XOI.shape[2] % 8 == 0  # rows of 16 bytes
     is_covered = torch.cuda.get_device_capability(weight_XOI.device)[0] in (9, 10)  # Hopper, Blackwell
     return weight_XOI.dtype is torch.bfloat16 and is_aligned and is_covered

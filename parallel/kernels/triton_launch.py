@@ -28,9 +28,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 @cache
 def _can_start_early(device: torch.device) -> bool:
-    if device.type != "cuda" or not hasattr(tl.extra.cuda, "gdc_wait"):  # Triton before 3.4
-        return False
-    if torch.cuda.get_device_capability(device)[0] not in _CAPABILITIES:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in _CAPABILITIES:
         return False
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

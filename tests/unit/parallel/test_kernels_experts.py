@@ -133,13 +133,20 @@ def test_large_experts_are_packed_for_the_cpu() -> None:
     _assert_equals_reference(experts, weights, torch.randn(3, 512), ids)
 
 
-def test_a_torch_without_a_grouped_product_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of 2.9."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    weight = torch.empty(2, 16, 16, dtype=torch.bfloat16)
-    assert is_fast_in_torch(weight)
-    monkeypatch.delattr("torch.nn.functional.grouped_mm")
-    assert not is_fast_in_torch(weight)
+@pytest.mark.parametrize(
+    ("capability", "num_out", "dtype", "is_fast"),
+    [
+        (9, 16, torch.bfloat16, True),
+        (8, 16, torch.bfloat16, False),
+        (9, 12, torch.bfloat16, False),
+        (9, 16, torch.float16, False),
+    ],
+)
+def test_torch_groups_products_where_it_has_a_kernel_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capability: int, num_out: int, dtype: torch.dtype, is_fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert is_fast_in_torch(torch.empty(2, num_out, 16, dtype=dtype)) is is_fast
 
 
 def test_nothing_grouped_depends_on_what_was_chosen() -> None:
