@@ -6,6 +6,7 @@ that belong to the engine and the router are those packages' own dataclasses, so
 
 import dataclasses
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ from workers.config import (
     StepTimeout,
 )
 from workers.errors import EngineConfigError
+
+_MAX_NAME = 128  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,7 @@ class ModelSection(Section):
 
     path: str = DEFAULT_MODEL
     """A folder in Hugging Face layout, a packaged name or a hub id."""
-    name: Annotated[str, Field(max_length=128, pattern=NO_BLANKS)] | None = None
+    name: Annotated[str, Field(max_length=_MAX_NAME, pattern=NO_BLANKS)] | None = None
     """What clients call it, no blanks in it; None: the last part of `path`."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
     """Number of replica groups."""
@@ -164,6 +167,16 @@ class ModelSection(Section):
         if self.autoscaling is not None and self.max_replicas is None:
             raise ValueError("max_replicas is null; allowed: a number, where there is `autoscaling`")
         check_replicas(self, self.replicas)
+        return self
+
+    @model_validator(mode="after")
+    def _check_served_name(self) -> "ModelSection":
+        name = self.served_name
+        if len(name) > _MAX_NAME or re.search(NO_BLANKS, name) is None:
+            raise ValueError(
+                f"path ends in {name!r}; allowed: with a `name`, which has at most {_MAX_NAME} characters, and no "
+                "blanks or control characters in it"
+            )
         return self
 
     @field_validator("cpus_per_rank")
@@ -324,7 +337,7 @@ def build_section(data: Mapping[str, Any]) -> ModelSection:
 
 
 def check_section(section: ModelSection) -> None:
-    """Raise ClusterConfigError when a section that was made from another one, or whose name is its path's, is wrong."""
+    """Raise ClusterConfigError when a section that was made from another one is wrong."""
     build_section(section.model_dump(mode="json"))
 
 

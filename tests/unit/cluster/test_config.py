@@ -126,6 +126,8 @@ def test_each_model_has_its_own_hash_key() -> None:
             "models[0].max_replicas: 2147483648; allowed: less than or equal to 4096",
         ),
         ({"models": [{"name": "a b"}]}, 'models[0].name: "a b"; allowed: no blanks or control characters'),
+        ({"models": [{"path": "/m/a b"}]}, "models[0]: path ends in 'a b'; allowed: with a `name`"),
+        ({"models": [{"path": "/m/" + "a" * 129}]}, f"models[0]: path ends in '{'a' * 129}'; allowed: with a `name`"),
         ({"models": [{"stream_interval_s": -0.1}]}, "models[0].stream_interval_s: -0.1; allowed: "),
         ({"models": [{"drain_timeout_s": float("inf")}]}, "models[0].drain_timeout_s: inf; allowed: a finite number"),
         ({"router": {"max_message_bytes": 2**31}}, "router.max_message_bytes: 2147483648; allowed: less than or equal"),

@@ -32,7 +32,7 @@ async def test_nothing_is_wanted_that_a_new_controller_could_not_read(bench: Ben
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     write_tokenizer(folder)
-    with pytest.raises(ClusterConfigError, match="name: "):
+    with pytest.raises(ClusterConfigError, match="path ends in 'a model'"):
         await bench.apply({"path": str(folder), "name": None})
     bench.restart()
     assert list(bench.state.sections()) == ["m"]
