@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import random
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Generator
@@ -67,6 +68,8 @@ async def run_router(
 ) -> None:
     """Serve until `stop` is set; then refuse new requests, let those in flight end within the grace, and return.
 
+    The process may have as many files open, and so connections, as the system allows it.
+
     Args:
         config: what to serve and where to listen.
         stop: set by the caller.
@@ -79,6 +82,7 @@ async def run_router(
         RouterConfigError: a port is taken, TLS files or the folder for recordings cannot be used, or tracing is on and
             not installed.
     """
+    _allow_connections()
     with ExitStack() as stack:
         parts = _build(config, stop, stack, load_tokenizer=load_tokenizer, tracer=tracer)
         page = _listen_metrics(config, parts, stack)
@@ -95,6 +99,13 @@ async def run_router(
             logger.info("router %s stops", config.router_id)
             parts.changed.set()  # readiness goes first; HTTP looks at `stop` itself
             await asyncio.sleep(config.unready_s)
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files: most begin with 1,024, beyond which clients are cut off and no replica reached."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # of macOS, where "without limit" is too many
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -411,6 +412,16 @@ async def test_whoever_stops_a_router_may_give_it_longer_than_its_settings_do() 
             assert (await over_grpc).num_finished == 1
             assert (await over_http).status_code == 200
         await router.task
+
+
+async def test_router_takes_as_many_connections_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))  # as shells and containers begin
+    try:
+        async with running_router(router_config("127.0.0.1:1")):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_command_line_starts_a_router_that_stops_at_a_signal() -> None:
