@@ -1,16 +1,18 @@
-"""How much memory the host has for this process: the machine, or the container that limits it to less."""
+"""How much memory the host has for this process: the machine, or the container or unit that is limited to less."""
 
 import os
 from pathlib import Path
 
-_MEMORY_INFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+from parallel.control_groups import own_control_groups
+
+_MEMORY_INFO = Path("/proc/meminfo")
 
 
 def total_bytes() -> int:
     """The machine's memory, or less where a container is limited to less."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read_number(_CGROUP / "memory.max")
-    return installed if limit is None else min(installed, limit)
+    limits = [_read_number(group / "memory.max") for group in own_control_groups()]
+    return min([installed, *(limit for limit in limits if limit is not None)])
 
 
 def available_bytes() -> int:
@@ -20,11 +22,12 @@ def available_bytes() -> int:
     """
     available_kib = read_field(_MEMORY_INFO, "MemAvailable:")
     free = total_bytes() if available_kib is None else available_kib * 1024
-    limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
-    if limit is None or used is None:
-        return free
-    files = read_field(_CGROUP / "memory.stat", "inactive_file") or 0
-    return max(0, min(free, limit - used + files))
+    for group in own_control_groups():
+        limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
+        if limit is not None and used is not None:
+            files = read_field(group / "memory.stat", "inactive_file") or 0
+            free = min(free, limit - used + files)
+    return max(0, free)
 
 
 def read_field(file: Path, name: str) -> int | None:

@@ -9,7 +9,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_CPUS, _CPU_LIMIT = Path("/sys/devices/system/cpu"), Path("/sys/fs/cgroup/cpu.max")
+from parallel.control_groups import own_control_groups
+
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 def threads_per_rank(num_ranks: int, num_cpus: float | None = None) -> int:
@@ -22,7 +24,7 @@ def threads_per_rank(num_ranks: int, num_cpus: float | None = None) -> int:
         num_ranks: how many compute on this machine.
         num_cpus: how many CPUs they may use together, hyperthreads counted; None: those that this process may use.
     """
-    bounds = [_num_cores(), num_cpus, _container_cpus()]
+    bounds = [_num_cores(), num_cpus, _cpu_limit()]
     return max(1, int(min(bound for bound in bounds if bound is not None)) // max(1, num_ranks))
 
 
@@ -40,10 +42,15 @@ def _siblings(cpu: int) -> str:
         return str(cpu)
 
 
-def _container_cpus() -> float | None:
-    """How many CPUs' time the container is given; None: it is not limited, or nothing tells."""
+def _cpu_limit() -> float | None:
+    """How many CPUs' time a container or a unit is given; None: it is not limited, or nothing tells."""
+    limits = [_read_limit(group / "cpu.max") for group in own_control_groups()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _read_limit(file: Path) -> float | None:
     try:
-        quota, period = _CPU_LIMIT.read_text().split()
+        quota, period = file.read_text().split()
         return int(quota) / int(period)
     except (OSError, ValueError):  # absent, or "max"
         return None

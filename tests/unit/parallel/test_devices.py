@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 
-from parallel import available_memory
+from parallel import available_memory, control_groups
 from parallel.description import DecoderDescription
 from parallel.device.cpu import CpuDevice
 from parallel.device.select import select_device
@@ -32,7 +32,7 @@ def test_memory_is_the_containers_where_that_has_less_and_files_that_it_read_are
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = CpuDevice()
-    monkeypatch.setattr(available_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(control_groups, "_MOUNT", tmp_path)
     whole = device.total_memory_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text(f"{50 * MIB}\n")
@@ -45,10 +45,27 @@ def test_memory_is_the_containers_where_that_has_less_and_files_that_it_read_are
     assert device.free_memory_bytes() == 0
 
 
+def test_memory_is_that_of_the_unit_within_the_machine_that_has_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount, own = tmp_path / "mount", tmp_path / "own"
+    monkeypatch.setattr(control_groups, "_MOUNT", mount)
+    monkeypatch.setattr(control_groups, "_OWN", own)
+    own.write_text("0::/system.slice/weft.service\n")
+    for group, limit, used in (("system.slice", 60, 10), ("system.slice/weft.service", 64, 20)):
+        (mount / group).mkdir(parents=True)
+        (mount / group / "memory.max").write_text(f"{limit * MIB}\n")
+        (mount / group / "memory.current").write_text(f"{used * MIB}\n")
+    device = CpuDevice()
+    assert (device.total_memory_bytes(), device.free_memory_bytes()) == (60 * MIB, 44 * MIB)
+    own.write_text("")
+    assert device.total_memory_bytes() > 64 * MIB
+
+
 def test_memory_is_the_machines_where_no_system_tells_what_is_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(available_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(control_groups, "_MOUNT", tmp_path)
     monkeypatch.setattr(available_memory, "_MEMORY_INFO", tmp_path / "meminfo")
     assert CpuDevice().free_memory_bytes() == CpuDevice().total_memory_bytes() > 0
 

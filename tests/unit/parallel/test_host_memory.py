@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel import available_memory, host_memory
+from parallel import control_groups, host_memory
 from parallel.errors import DeviceError
 from parallel.host_memory import HugePages, TakePages, forget, forget_storage, populate_when_idle
 from parallel.kernels.native.build import build_library
@@ -216,7 +216,7 @@ def test_what_a_container_lacks_is_left_too(
     new_rows: torch.Tensor, take: TakePages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system ends the process in a container that takes more than it may have."""
-    monkeypatch.setattr(available_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(control_groups, "_MOUNT", tmp_path)
     (tmp_path / "memory.max").write_text("1000000")
     (tmp_path / "memory.current").write_text("900001")
     populate(new_rows, take)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel import control_groups
 from workers import cores
 from workers.cores import threads_per_rank
 
@@ -68,7 +69,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (topology / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
     (tmp_path / "cpu.max").write_text("max 100000\n")
     monkeypatch.setattr(cores, "_CPUS", tmp_path)
-    monkeypatch.setattr(cores, "_CPU_LIMIT", tmp_path / "cpu.max")
+    monkeypatch.setattr(control_groups, "_MOUNT", tmp_path)
+    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     return tmp_path
 
@@ -99,9 +101,19 @@ def test_threads_are_no_more_than_the_container_has_cpus(machine: Path, limit: s
     assert threads_per_rank(1) == num_threads
 
 
+def test_limits_of_a_unit_within_the_machine_hold_too(machine: Path) -> None:
+    slices = machine / "system.slice"
+    (slices / "weft.service").mkdir(parents=True)
+    (machine / "own").write_text("1:cpu:/elsewhere\n0::/system.slice/weft.service\n")
+    (slices / "weft.service" / "cpu.max").write_text("300000 100000")
+    assert threads_per_rank(1) == 3
+    (slices / "cpu.max").write_text("200000 100000")
+    assert threads_per_rank(1) == 2
+
+
 def test_where_nothing_is_told_every_cpu_is_a_core(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "_CPUS", machine / "absent")
-    monkeypatch.setattr(cores, "_CPU_LIMIT", machine / "absent")
+    monkeypatch.setattr(control_groups, "_MOUNT", machine / "absent")
     assert threads_per_rank(1) == 16
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 12)

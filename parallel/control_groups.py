@@ -1,0 +1,20 @@
+"""The control groups of Linux, of version 2, whose limits hold for this process: a container's, a systemd unit's."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_MOUNT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def own_control_groups() -> list[Path]:
+    """Folders of the group that this process is in and of all around it, as far as it sees them; each may limit it.
+
+    A container sees its own as the outermost; a unit or a batch job is in one within those of the machine.
+    """
+    own = ""
+    with suppress(OSError):
+        lines = map(os.fsdecode, _OWN.read_bytes().splitlines())
+        own = next((line for line in lines if line.startswith("0::")), "").removeprefix("0::")
+    names = [name for name in own.split("/") if name]
+    return [_MOUNT.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
