@@ -82,7 +82,8 @@ def _fetch(hub_id: str, commit: str | None) -> Path:
 
     try:
         return _download(hub_id, commit)
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, RuntimeError) as error:
+        # RuntimeError: of a user without a home, where it would be kept
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         message = f"model {hub_id!r} is no folder here, and the hub did not give it: {reason}"
         raise ModelNotFoundError(message) from error
