@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,9 +72,12 @@ def serve_in_background(
 
 def _default_log(port: int) -> Path:
     try:
-        return Path.home() / ".cache" / "weft" / f"serve-{port}.log"
+        folder = Path.home() / ".cache" / "weft"
     except RuntimeError as error:
         raise StartError("this user has no home folder for the log; allowed: --log-file") from error
+    with suppress(OSError):  # it is told when the log is opened
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # code that is loaded will lie there too
+    return folder / f"serve-{port}.log"
 
 
 def _open_log(path: Path) -> BinaryIO:

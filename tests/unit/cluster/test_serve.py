@@ -214,6 +214,19 @@ def test_log_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.
         serve_in_background(ANY_PORTS, Console(), log_level="warning")
 
 
+def test_folder_of_logs_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled kernels are loaded from it."""
+
+    def begin_no_process(*_: object, **__: object) -> None:
+        raise OSError("none here")
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr("cluster.detach.subprocess.Popen", begin_no_process)
+    with pytest.raises(OSError, match="none here"):
+        serve_in_background(ANY_PORTS, Console(), log_level="warning")
+    assert (tmp_path / ".cache" / "weft").stat().st_mode & 0o777 == 0o700
+
+
 def test_sigterm_ends_the_process_in_the_background_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[str] = []
     process = SimpleNamespace(
