@@ -4,6 +4,7 @@ Whatever goes wrong is one clear line on stderr: exit code 2 for a wrong flag or
 """
 
 import errno
+import io
 import json
 import logging
 import os
@@ -52,6 +53,8 @@ Timeout = Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Give u
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(format="%(levelname).1s %(name)s: %(message)s")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # which, in a locale that is no UTF-8, would raise; stderr never does
+        sys.stdout.reconfigure(errors="backslashreplace")
     run_and_report(_run)
 
 

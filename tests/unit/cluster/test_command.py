@@ -1,5 +1,6 @@
 """The entry of the `weft` command."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -41,3 +42,11 @@ def test_argument_that_is_no_text_is_refused_in_one_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     told = "Error: the argument b'm\\xff' is no UTF-8; allowed: names and paths that are\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"\\xe9 \\u2192\n"), ("latin-1", b"\xe9 \\u2192\n")])
+def test_text_that_the_terminal_cannot_show_is_escaped(encoding: str, shown: bytes) -> None:
+    weft = "from cluster import cli; cli._run = lambda: print('\\xe9 \\u2192'); cli.main()"
+    variables = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", weft], env=variables, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, b"")
