@@ -90,6 +90,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
             f"{tempfile.gettempdir()} has {free_bytes >> 20} MiB free for temporary files; allowed: at least "
             f"{_LEAST_FREE_BYTES >> 20} MiB, there or in the folder that TMPDIR names"
         )
+    _check_loopback()
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
     _choose_token()
@@ -119,6 +120,18 @@ def start_local_ray(*, log_to_driver: bool) -> None:
                 if attempt == _START_ATTEMPTS:
                     raise RayStartError(f"a local Ray could not be started: {error} ({processes})") from error
                 logger.warning("a local Ray did not start, and is started again: %s (%s)", error, processes)
+
+
+def _check_loopback() -> None:
+    """Raise RayStartError where this machine does not reach itself, which Ray would try for minutes."""
+    try:
+        with socket.create_server((_LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_JOIN_TIMEOUT_S).close()
+    except OSError as error:
+        raise RayStartError(
+            f"a local Ray cannot be reached at {_LOOPBACK}: {error}; allowed: a network with a loopback interface that "
+            "is up"
+        ) from error
 
 
 class _Fixed(list[str]):

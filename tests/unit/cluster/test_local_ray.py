@@ -85,6 +85,13 @@ def test_full_disk_is_told_before_ray_tries_for_ever(monkeypatch: pytest.MonkeyP
     assert started
 
 
+def test_machine_that_does_not_reach_itself_is_told_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray.ray, "init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(local_ray, "_LOOPBACK", "192.0.2.1")  # of documentation: nobody has it
+    with pytest.raises(RayStartError, match=r"reached at 192\.0\.2\.1: .*; allowed: a network with a loopback"):
+        local_ray.start_local_ray(log_to_driver=False)
+
+
 def test_an_address_where_nothing_listens_is_told_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(local_ray.ray, "init", lambda **settings: asked.append(settings["address"]))
