@@ -346,13 +346,13 @@ def test_every_launch_compiles_for_an_h200_and_fits_in_its_shared_memory() -> No
 
 
 _COMPILE_ATTENTION = """
-from helpers.compiled_launches import compiling, launch_attention
+from helpers.compiled_launches import compiling, launch_largest_attention
 
 with compiling({capability}, {shared_kb} << 10):
-    launch_attention()
+    launch_largest_attention()
 """
 
 
 @pytest.mark.parametrize(("capability", "shared_kb"), [(80, 163), (89, 99)])
-def test_attention_compiles_for_gpus_with_less_shared_memory(capability: int, shared_kb: int) -> None:
+def test_largest_attention_compiles_for_gpus_with_less_shared_memory(capability: int, shared_kb: int) -> None:
     run_with_triton(_COMPILE_ATTENTION.replace("{capability}", str(capability)).replace("{shared_kb}", str(shared_kb)))
