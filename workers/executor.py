@@ -112,7 +112,6 @@ class GroupExecutor:
         self._last_rank = last_rank
         self._step_timeout_s = step_timeout_s
         self._leave = leave
-        self._numbers: deque[int] = deque()
         self._failure: GroupFailedError | None = None
         self._is_closed = False
 
@@ -124,18 +123,16 @@ class GroupExecutor:
         except Exception as error:
             self._failure = explain(self._link, error)
             raise self._failure from error
-        self._numbers.append(plan.number)
 
     def collect(self) -> ModelOutput:
         """Wait for the oldest output not collected. GroupFailedError."""
-        number = self._numbers.popleft()
         try:
             output = self._steps.finish()
         except Exception as error:
             self._failure = explain(self._link, error)
             raise self._failure from error
         try:
-            return output or self._receive(number)
+            return output or self._link.receive_output(self._last_rank, self._step_timeout_s)
         except GroupFailedError as failure:
             self._failure = failure
             raise
@@ -155,12 +152,6 @@ class GroupExecutor:
             self._link.close(None if self._failure is None else str(self._failure))
             self._steps.close()
             self._leave(self._failure is not None)
-
-    def _receive(self, number: int) -> ModelOutput:
-        output = self._link.receive_output(self._last_rank, self._step_timeout_s)
-        if output.number != number:
-            raise GroupFailedError(f"rank {self._last_rank} answered to step {output.number}; expected: step {number}")
-        return output
 
 
 class RankSteps:
