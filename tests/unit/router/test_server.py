@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from typing import Any
 
 import grpc
 import pytest
@@ -304,6 +305,23 @@ async def test_any_time_to_write_can_be_set() -> None:
     config = router_config("127.0.0.1:1", clients=ClientConfig(write_timeout_s=1e9))
     async with running_router(config) as router:
         assert router.addresses.grpc
+
+
+@pytest.mark.parametrize(("write_timeout_s", "lasts_s"), [(0.2, 10), (60.0, 60)])
+async def test_connection_without_room_lasts_as_long_as_a_client_may_take_nothing(
+    write_timeout_s: float, lasts_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC hands this time to the system, which ends a connection that acknowledges nothing for so long."""
+    options: dict[str, object] = {}
+    make_server = grpc.aio.server
+
+    def server(**arguments: Any) -> grpc.aio.Server:
+        options.update(arguments["options"])
+        return make_server(**arguments)
+
+    monkeypatch.setattr("grpc.aio.server", server)
+    async with running_router(router_config("127.0.0.1:1", clients=ClientConfig(write_timeout_s=write_timeout_s))):
+        assert options["grpc.keepalive_timeout_ms"] == lasts_s * 1000
 
 
 async def test_no_ready_replica_is_unavailable_after_a_bounded_wait() -> None:
