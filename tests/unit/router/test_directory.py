@@ -235,7 +235,7 @@ async def test_replica_that_leaves_membership_finishes_its_requests() -> None:
     assert list(answer.finished.replica_ids) == ["a"]
 
 
-async def test_wrong_replica_at_an_address_is_not_used() -> None:
+async def test_wrong_replica_at_an_address_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     async with (
         FakeControl() as control,
         FakeReplica("new") as replica,
@@ -244,6 +244,8 @@ async def test_wrong_replica_at_an_address_is_not_used() -> None:
         control.set_replicas({"old": replica.address})
         await replica.wait_until(lambda: replica.num_connections >= 2)
         assert not directory.is_ready
+        told = f"replica old: not connected: {replica.address} is replica new; wanted: old"
+        assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [told], "once"
         control.set_replicas({"new": replica.address})
         await until_ready(directory, 1)
 
