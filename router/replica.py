@@ -179,13 +179,11 @@ class ReplicaLink(ReplicaBook):
                 tasks.create_task(self._write(call))
                 tasks.create_task(self._watch_for_stall())
                 await self._read(frames)
-        except BaseExceptionGroup as group:
+        except ExceptionGroup as group:
             _, unexpected = group.split(_CONNECTION_ERRORS)
-            if isinstance(unexpected, ExceptionGroup):  # our bug, or bytes that are no message: the others go on
+            if unexpected is not None:  # our bug, or bytes that are no message: the others go on
                 logger.error("replica %s: the stream failed unexpectedly", self.replica_id, exc_info=unexpected)
-            elif unexpected is not None:
-                raise
-            return _describe(group, was_ready=self.state is LinkState.READY)
+            return _describe(group.exceptions[0], was_ready=self.state is LinkState.READY)
         except RouterConfigError as error:  # a TLS file that went away
             return str(error)
         raise AssertionError("a connection ends with an exception")
@@ -331,10 +329,7 @@ _LOST = frozenset((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.S
 """What gRPC makes of a connection that breaks, INTERNAL where it is writing; no replica ends a stream with these."""
 
 
-def _describe(group: BaseExceptionGroup[BaseException], *, was_ready: bool) -> str:
-    error = group.exceptions[0]
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+def _describe(error: Exception, *, was_ready: bool) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         told = f"{error.code().name}: {error.details()}"
         return f"the connection to the replica was lost ({told})" if was_ready and error.code() in _LOST else told
