@@ -14,8 +14,6 @@ class _Entry:
     """Tokens to compute before its first new one; 0 from then on."""
     frame: int
     """Frames received when it was sent."""
-    is_seen: bool = False
-    """The reported load contains it."""
 
 
 class LoadEstimate:
@@ -24,6 +22,7 @@ class LoadEstimate:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._unseen: dict[str, _Entry] = {}
+        """Of those, the requests that the reported load may not contain."""
         self._unseen_tokens = 0
         """Pending tokens of the requests in `_unseen`."""
         self._num_frames = 0
@@ -49,15 +48,14 @@ class LoadEstimate:
     def answer(self, request_id: str) -> None:
         """Note its first output: the replica knows it, and its prompt is computed."""
         self._see(request_id)
-        entry = self._entries[request_id]
-        entry.is_seen = True
-        entry.pending_tokens = 0
+        self._entries[request_id].pending_tokens = 0
 
     def end(self, request_id: str) -> None:
         """Note that it finished, failed or was aborted."""
-        self._see(request_id)
         entry = self._entries.pop(request_id)
-        if entry.is_seen:
+        if request_id in self._unseen:
+            self._see(request_id)
+        else:
             self._reported_requests = max(0, self._reported_requests - 1)
             self._reported_tokens = max(0, self._reported_tokens - entry.pending_tokens)
 
@@ -69,7 +67,6 @@ class LoadEstimate:
         # The frame may have been on its way when a request was sent; the one after it was not.
         for request_id in [i for i, entry in self._unseen.items() if entry.frame < self._num_frames - 1]:
             self._see(request_id)
-            self._entries[request_id].is_seen = True
 
     def _see(self, request_id: str) -> None:
         entry = self._unseen.pop(request_id, None)
