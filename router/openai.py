@@ -73,7 +73,7 @@ def create_app(
     dispatch: Dispatch,
     *,
     max_body_bytes: int = 4 << 20,
-    ready: Callable[[], bool] | None = None,
+    ready: Callable[[], bool],
     keys: KeyRing | None = None,
     reads_trace_context: bool = False,
     allowed_origins: Sequence[str] = (),
@@ -83,7 +83,7 @@ def create_app(
     Args:
         dispatch: serves the calls.
         max_body_bytes: a longer request body is refused.
-        ready: whether /ready says yes; None: when some model has a replica that takes requests.
+        ready: whether /ready says yes.
         keys: who may ask for what is of a model; None: everybody.
         reads_trace_context: calls get the W3C trace context of their headers.
         allowed_origins: of whose pages browsers may show the answers; "*": of all.
@@ -131,7 +131,7 @@ class _Front:
         dispatch: Dispatch,
         *,
         max_body_bytes: int,
-        ready: Callable[[], bool] | None,
+        ready: Callable[[], bool],
         keys: KeyRing | None,
         reads_trace_context: bool,
     ) -> None:
@@ -139,7 +139,7 @@ class _Front:
         self._keys = keys
         self._reads_trace_context = reads_trace_context
         self._max_body_bytes = max_body_bytes
-        self._ready = ready if ready is not None else self._has_ready_replica
+        self._ready = ready
         self._started_at = int(time.time())
 
     async def complete(self, request: Request) -> Exchange:
@@ -264,9 +264,6 @@ class _Front:
             max_tokens_name=asked.max_tokens_name,
             headers={_ID_HEADER: caller.request_id},
         )
-
-    def _has_ready_replica(self) -> bool:
-        return any(card.ready_replicas for card in self._dispatch.list_models())
 
 
 class _Caller(NamedTuple):

@@ -106,7 +106,7 @@ class World:
             metrics=self.metrics,
             rng=rng,
         )
-        self.app = create_app(self.dispatcher, keys=self.keys)
+        self.app = create_app(self.dispatcher, ready=lambda: True, keys=self.keys)
         self.servicer = InferenceServer(self.dispatcher, self.keys, write_timeout_s=15, reads_trace_context=False)
         self.endpoints = {f"r{i}": self.new_endpoint(f"r{i}", OLD) for i in range(NUM_REPLICAS)}
         self.draining: set[str] = set()

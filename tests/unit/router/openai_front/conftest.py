@@ -20,7 +20,7 @@ def dispatch() -> FakeDispatch:
 @pytest_asyncio.fixture
 async def http(dispatch: FakeDispatch) -> AsyncIterator[httpx.AsyncClient]:
     """The front without a socket."""
-    app = create_app(dispatch, max_body_bytes=MAX_BODY_BYTES)
+    app = create_app(dispatch, max_body_bytes=MAX_BODY_BYTES, ready=lambda: True)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
         yield client
