@@ -666,15 +666,16 @@ def test_times_are_taken_where_tokens_come() -> None:
     assert completion.replica_ids == ("a", "b")
 
 
-def test_times_of_few_tokens_are_none() -> None:
+def test_times_that_too_few_tokens_have_are_none() -> None:
     finish = Finish(reason="stop", stopped_by="x", usage=USAGE, replica_ids=("a",))
-    nothing, one = Collector(), Collector()
+    nothing, one, two = (Collector(lambda: 1.0) for _ in range(3))
     nothing.add(delta(finish=finish))
     one.add(delta(1, finish=finish))
+    two.add(delta(1, 2, finish=finish))
 
     assert (nothing.completion().ttft_s, nothing.completion().tpot_s) == (None, None)
-    assert one.completion().ttft_s is not None
-    assert one.completion().tpot_s is None
+    assert (one.completion().ttft_s, one.completion().tpot_s) == (0.0, None)
+    assert (two.completion().ttft_s, two.completion().tpot_s) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("api_key", ["wk-1\n", "wk-ä"])
