@@ -9,7 +9,6 @@ from weft.v1 import inference_pb2 as pb
 
 from router.errors import RouterError
 from router.keys import OneRequest, Tenant
-from router.model_text import ModelText
 from router.spans import TraceContext
 
 
@@ -79,22 +78,6 @@ class GenerateCall:
     """Trace context of the client's span; empty: it has none."""
 
 
-class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave one call; the last delta has `finished`."""
-
-    request_id: str
-    model: str
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    prompt_token_ids: tuple[int, ...] = ()
-    model_text: ModelText = ModelText(path="")
-    """The tokenizer that the tokens belong to."""
-    logprobs: tuple[pb.TokenLogprobs, ...] = ()
-    finished: pb.Finished | None = None
-    eos_token_id: int | None = None
-    """The token that ends a text by the model's tokenizer; its generation config may have further ones."""
-
-
 class TokenName(NamedTuple):
     """What a token reads as on its own."""
 
@@ -104,6 +87,34 @@ class TokenName(NamedTuple):
     """Whether it is a special token, which has its name here and is left out of texts by `skip_special_tokens`."""
     first_data: bytes | None = None
     """What it reads as where a text begins, if that is something else: there the space before a word may be dropped."""
+
+
+class TokenReader(Protocol):
+    """What a tokenizer makes of the tokens of an answer. Safe to use from any thread."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a text, where generation configs may have further ones; None: none does."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+
+    def token_name(self, token_id: int) -> TokenName:
+        """Return what a token reads as on its own; nothing for an id without an entry."""
+
+
+class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step gave one call; the last delta has `finished`."""
+
+    request_id: str
+    model: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    tokenizer: TokenReader
+    """Of these tokens, whatever the model's replicas run meanwhile."""
+    logprobs: tuple[pb.TokenLogprobs, ...] = ()
+    finished: pb.Finished | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +149,11 @@ class Dispatch(Protocol):
     async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
 
-    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
-        """Return what each token reads as on its own. For the tokens of an answer, whose deltas tell `text`: ids are
-        not checked, and no place is needed."""
+    async def token_names(self, tokenizer: TokenReader, token_ids: Collection[int]) -> dict[int, TokenName]:
+        """Return what each token reads as on its own. For the tokens of an answer, whose deltas have their tokenizer:
+        ids are not checked, and no place is needed."""
 
-    async def prompt_text(self, text: ModelText, token_ids: Sequence[int]) -> str:
+    async def prompt_text(self, tokenizer: TokenReader, token_ids: Sequence[int]) -> str:
         """Return what the prompt of an answer reads as, special tokens written out; as `token_names` otherwise."""
 
     def list_models(self) -> list[ModelCard]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from weft.v1.inference_pb2 import SamplingParams
 
 from router.admission import Admission
-from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName
+from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName, TokenReader
 from router.call_account import CallAccount
 from router.config import RouterConfig
 from router.convert import (
@@ -30,7 +30,6 @@ from router.errors import DeadlineError, NoReplicaError, RouterError
 from router.flight import Flight, PreparedRequest
 from router.keys import Tenant, cache_space
 from router.metrics import RouterMetrics
-from router.model_text import ModelText
 from router.spans import NO_TRACER, Span, Tracer
 from router.token_names import TokenNames
 from router.tokenizer_pool import TokenizerPool
@@ -109,13 +108,12 @@ class Dispatcher:
             check_token_ids("token_ids", token_ids, vocab_size or tokenizer.vocab_size)
             return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens)
 
-    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
+    async def token_names(self, tokenizer: TokenReader, token_ids: Collection[int]) -> dict[int, TokenName]:
         """Return what each token of an answer reads as on its own. The answer had its place; its names need none."""
-        return await self._names.of(await self._pool.get(text), token_ids)
+        return await self._names.of(tokenizer, token_ids)
 
-    async def prompt_text(self, text: ModelText, token_ids: Sequence[int]) -> str:
+    async def prompt_text(self, tokenizer: TokenReader, token_ids: Sequence[int]) -> str:
         """Return what the prompt of an answer reads as, special tokens written out; as `token_names` otherwise."""
-        tokenizer = await self._pool.get(text)
         return await self._pool.run(tokenizer.decode, token_ids, skip_special_tokens=False)
 
     def list_models(self) -> list[ModelCard]:
@@ -170,7 +168,7 @@ class Dispatcher:
             cache_salt=cache_space(call.tenant, call.cache_salt),
             deadline_s=deadline_s,
             text=text,
-            eos_token_id=tokenizer.eos_token_id,
+            tokenizer=tokenizer,
             counts_prompt=call.counts_prompt,
         )
 

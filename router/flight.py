@@ -16,7 +16,7 @@ from typing import assert_never
 import grpc
 from weft.v1 import inference_pb2, replica_pb2
 
-from router.call import GenerateDelta
+from router.call import GenerateDelta, TokenReader
 from router.config import FailoverConfig
 from router.directory import Directory, ModelRoute
 from router.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError
@@ -53,9 +53,9 @@ class PreparedRequest:
     deadline_s: float | None
     """The client's deadline, on the event loop's clock; None: none."""
     text: ModelText
-    """The tokenizer that made its tokens: it may go only to replicas that run the same."""
-    eos_token_id: int | None
-    """Of that tokenizer."""
+    """What its tokens were made by: it may go only to replicas that run the same."""
+    tokenizer: TokenReader
+    """That made them."""
     counts_prompt: bool
     """As in GenerateCall."""
 
@@ -312,10 +312,9 @@ class Flight:
             text=received.text,
             token_ids=received.token_ids,
             prompt_token_ids=self._request.prompt_token_ids,
-            model_text=self._request.text,
+            tokenizer=self._request.tokenizer,
             logprobs=received.logprobs,
             finished=finished,
-            eos_token_id=self._request.eos_token_id,
         )
 
     def _finish(self, ending: replica_pb2.RequestFinished) -> inference_pb2.Finished:

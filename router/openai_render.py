@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from weft.v1 import inference_pb2 as pb
 
-from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard, TokenName
+from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard, TokenName, TokenReader
 from router.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -22,7 +22,6 @@ from router.errors import (
     UnauthenticatedError,
 )
 from router.finish_reason import finish_reason
-from router.model_text import ModelText
 from router.text_pieces import TextPieces
 
 Json = dict[str, Any]
@@ -60,9 +59,8 @@ class Choice:
         self.num_tokens = 0
         """Tokens rendered so far, in a stream."""
         self.finished: pb.Finished | None = None
-        self.eos_token_id: int | None = None
-        self.model_text: ModelText
-        """The tokenizer of its tokens; set by its first delta."""
+        self.tokenizer: TokenReader
+        """Of its tokens; set by its first delta."""
 
 
 class Renderer(ABC):
@@ -129,9 +127,8 @@ class Renderer(ABC):
         self._model = delta.model
         choice = self._choices[index]
         choice.finished = delta.finished
-        choice.eos_token_id = delta.eos_token_id
         choice.prompt_token_ids = delta.prompt_token_ids
-        choice.model_text = delta.model_text
+        choice.tokenizer = delta.tokenizer
         return choice
 
     async def _beginning(self, choice: Choice) -> str:
@@ -143,7 +140,7 @@ class Renderer(ABC):
         if number not in self._prompt_texts:
             call = self._calls[choice.index]
             self._prompt_texts[number] = (
-                await self._dispatch.prompt_text(choice.model_text, call.token_ids or ())
+                await self._dispatch.prompt_text(choice.tokenizer, call.token_ids or ())
                 if call.text is None
                 else call.text
             )
@@ -182,7 +179,7 @@ class Renderer(ABC):
 
     async def _token_names(self, choice: Choice, logprobs: Sequence[pb.TokenLogprobs]) -> dict[int, TokenName]:
         token_ids = {each.token_id for position in logprobs for each in (position.chosen, *position.top)}
-        return await self._dispatch.token_names(choice.model_text, token_ids)
+        return await self._dispatch.token_names(choice.tokenizer, token_ids)
 
     def _ending(self, choice: Choice) -> Json:
         """Return why a choice ended: the OpenAI reason, and the stop string or the stop token that did it.
@@ -197,7 +194,7 @@ class Renderer(ABC):
             stop_reason = finished.stop_string
         elif finished.HasField("stop_token_id"):
             asked = self._calls[choice.index].sampling.stop_token_ids
-            is_told = finished.stop_token_id != choice.eos_token_id or finished.stop_token_id in asked
+            is_told = finished.stop_token_id != choice.tokenizer.eos_token_id or finished.stop_token_id in asked
             stop_reason = finished.stop_token_id if is_told else None
         return {"finish_reason": finish_reason(finished.reason), "stop_reason": stop_reason}
 
@@ -249,7 +246,7 @@ class CompletionRenderer(Renderer):
         """Before any text, go on where the prompt ends, which its last tokens tell unless none of them has one."""
         for token_ids in (choice.prompt_token_ids[-_NUM_LAST_TOKENS:], choice.prompt_token_ids):
             if choice.pieces.is_at_start:
-                names = await self._dispatch.token_names(choice.model_text, set(token_ids))
+                names = await self._dispatch.token_names(choice.tokenizer, set(token_ids))
                 choice.pieces.take_prompt([names[token_id] for token_id in token_ids])
 
 

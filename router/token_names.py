@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from itertools import islice
 from weakref import WeakKeyDictionary
 
-from router.call import TokenName
-from router.tokenizer_pool import Tokenizer, TokenizerPool
+from router.call import TokenName, TokenReader
+from router.tokenizer_pool import TokenizerPool
 
 _MAX_TOKEN_NAMES = 65_536
 """Names that are kept of each tokenizer."""
@@ -19,9 +19,9 @@ class TokenNames:
 
     def __init__(self, pool: TokenizerPool) -> None:
         self._pool = pool
-        self._kept: WeakKeyDictionary[Tokenizer, dict[int, TokenName]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[TokenReader, dict[int, TokenName]] = WeakKeyDictionary()
 
-    async def of(self, tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[int, TokenName]:
+    async def of(self, tokenizer: TokenReader, token_ids: Iterable[int]) -> dict[int, TokenName]:
         """Return the name of each token id."""
         kept = self._kept.setdefault(tokenizer, {})
         wanted = set(token_ids)
@@ -36,5 +36,5 @@ class TokenNames:
         return known | found
 
 
-def _read_names(tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[int, TokenName]:
+def _read_names(tokenizer: TokenReader, token_ids: Iterable[int]) -> dict[int, TokenName]:
     return {token_id: tokenizer.token_name(token_id) for token_id in token_ids}

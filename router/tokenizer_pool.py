@@ -5,13 +5,13 @@ app.py says which of them are needed, whenever membership changes: they are load
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
-from router.call import Conversation, TokenName
+from router.call import Conversation, TokenReader
 from router.errors import OverloadedError
 from router.generation_config import GenerationDefaults
 from router.model_text import ModelText
@@ -32,7 +32,7 @@ _LONG_RATE = 1.5e6
 """Characters that are encoded in a second, about."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(TokenReader, Protocol):
     """What the dispatcher needs of a model's tokenizer; tokenizer.py has the real one. Safe to use from any thread."""
 
     @property
@@ -40,21 +40,11 @@ class Tokenizer(Protocol):
         """Entries of the vocabulary."""
 
     @property
-    def eos_token_id(self) -> int | None:
-        """Id of the token that ends a text; None: none does."""
-
-    @property
     def generation_defaults(self) -> GenerationDefaults:
         """What the model's generation_config sets for requests that leave it open."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
-
-    def token_name(self, token_id: int) -> TokenName:
-        """Return what a token reads as on its own; nothing for an id without an entry."""
 
     def render_chat(self, chat: Conversation) -> tuple[int, ...]:
         """Return the token ids of a conversation, ready for the assistant's answer."""

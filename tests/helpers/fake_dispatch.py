@@ -5,10 +5,9 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 
 from weft.v1 import inference_pb2 as pb
 
-from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName
+from router.call import Conversation, GenerateCall, GenerateDelta, ModelCard, TokenName, TokenReader
 from router.errors import InvalidRequestError, ModelNotFoundError, RouterError
 from router.keys import Tenant
-from router.model_text import ModelText
 
 EOS = 256
 """The one token that is no byte."""
@@ -66,15 +65,20 @@ class FakeDispatch:
 
     async def detokenize(self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self._check_model(model)
-        text = bytes(token_id for token_id in token_ids if token_id < EOS).decode(errors="replace")
-        return text if skip_special_tokens else text + "<eos>" * list(token_ids).count(EOS)
+        return self.decode(token_ids, skip_special_tokens)
 
-    async def token_names(self, text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
-        eos = TokenName(b"<eos>", is_special=True)
-        return {each: eos if each == EOS else TokenName(bytes([each])) for each in token_ids}
+    async def token_names(self, tokenizer: TokenReader, token_ids: Collection[int]) -> dict[int, TokenName]:
+        return {each: tokenizer.token_name(each) for each in token_ids}
 
-    async def prompt_text(self, text: ModelText, token_ids: Sequence[int]) -> str:
-        return await self.detokenize("", token_ids, skip_special_tokens=False)
+    async def prompt_text(self, tokenizer: TokenReader, token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text = bytes(token_id for token_id in ids if token_id < EOS).decode(errors="replace")
+        return text if skip_special_tokens else text + "<eos>" * list(ids).count(EOS)
+
+    def token_name(self, token_id: int) -> TokenName:
+        return TokenName(b"<eos>", is_special=True) if token_id == EOS else TokenName(bytes([token_id]))
 
     def list_models(self) -> list[ModelCard]:
         return [self.model]
@@ -105,6 +109,7 @@ class FakeDispatch:
                 text=certain[len(shown) :],
                 token_ids=(token_id,),
                 prompt_token_ids=_prompt_token_ids(call),
+                tokenizer=self,
                 logprobs=(_logprobs(token_id, sampling.logprobs),) if sampling.HasField("logprobs") else (),
             )
             shown = certain
@@ -126,8 +131,8 @@ class FakeDispatch:
             request_id=request_id,
             model=self.model.name,
             prompt_token_ids=_prompt_token_ids(call),
+            tokenizer=self,
             finished=finished,
-            eos_token_id=self.eos_token_id,
         )
 
     def _check(self, call: GenerateCall) -> None:

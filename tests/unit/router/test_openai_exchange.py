@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from helpers.fake_dispatch import FakeDispatch
 from weft.v1 import inference_pb2
 
 from router.call import GenerateDelta
@@ -27,7 +28,12 @@ async def test_others_are_served_between_pieces_that_take_long() -> None:
     async def all_at_once() -> AsyncGenerator[GenerateDelta, None]:
         for _ in range(20):
             yield GenerateDelta(
-                request_id="a", model="m", text="a", token_ids=(1,), logprobs=(inference_pb2.TokenLogprobs(),)
+                request_id="a",
+                model="m",
+                text="a",
+                token_ids=(1,),
+                tokenizer=FakeDispatch(),
+                logprobs=(inference_pb2.TokenLogprobs(),),
             )
 
     async def take_turns() -> None:

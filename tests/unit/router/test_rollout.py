@@ -21,6 +21,7 @@ from weft.v1 import inference_pb2 as pb
 from router.breaker import Breaker
 from router.call import Conversation
 from router.config import BreakerConfig, FailoverConfig, PolicyName
+from router.errors import ModelFilesError
 from router.model_text import ModelText
 from router.policy import RoundRobin
 from router.prefix_index import PrefixIndex, ReplicaId
@@ -208,10 +209,18 @@ async def test_request_that_has_begun_goes_on_only_with_its_own_tokenizer() -> N
 
 @pytest.mark.parametrize("is_removed", [False, True], ids=["the model has another tokenizer", "the model is gone"])
 async def test_answer_that_has_begun_goes_on_with_the_names_of_its_own_tokens(is_removed: bool) -> None:
+    loaded: list[ModelText] = []
+
+    def load_once(text: ModelText) -> ByteTokenizer:
+        if text in loaded:
+            raise ModelFilesError("the folder has other files now, or is gone")
+        loaded.append(text)
+        return load_tokenizer(text)
+
     async with (
         FakeReplica("a", paused=True) as a,
         FakeReplica("c") as c,
-        rolling((a, OLD)) as (control, router),
+        rolling((a, OLD), load=load_once) as (control, router),
         httpx.AsyncClient(base_url=f"http://{router.addresses.http}") as http,
     ):
         await router.wait_ready(1)

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Collection
 from typing import Any
 
 import httpx
@@ -21,7 +20,6 @@ from router.errors import (
     RouterError,
     UnauthenticatedError,
 )
-from router.model_text import ModelText
 from router.openai_render import CompletionRenderer
 
 
@@ -264,11 +262,10 @@ async def test_offsets_count_special_tokens_where_the_text_has_them(
     fields: dict[str, Any],
     offset: int,
 ) -> None:
-    async def token_names(text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
-        special = TokenName(b"<x>", is_special=True)
-        return {each: special if each == ord(" ") else TokenName(bytes([each])) for each in token_ids}
+    def token_name(token_id: int) -> TokenName:
+        return TokenName(b"<x>", is_special=True) if token_id == ord(" ") else TokenName(bytes([token_id]))
 
-    monkeypatch.setattr(dispatch, "token_names", token_names)
+    monkeypatch.setattr(dispatch, "token_name", token_name)
     dispatch.reply = "a b"
     (choice,) = (await complete(http, logprobs=0, max_tokens=3, **fields)).json()["choices"]
 
@@ -295,6 +292,7 @@ async def test_last_token_alone_tells_of_a_character_that_was_cut(dispatch: Fake
             request_id="x",
             model=MODEL,
             token_ids=token_ids,
+            tokenizer=dispatch,
             logprobs=tuple(pb.TokenLogprobs(chosen=pb.Logprob(token_id=each)) for each in token_ids),
             finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH),
         ),

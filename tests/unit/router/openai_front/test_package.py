@@ -1,7 +1,6 @@
 """What the `openai` package gets over a socket."""
 
 import asyncio
-from collections.abc import Collection
 from typing import Any
 
 import httpx
@@ -16,7 +15,6 @@ from router.errors import (
     ReplicaFailedError,
     RequestFailedError,
 )
-from router.model_text import ModelText
 
 
 async def test_openai_lists_models(client: openai.AsyncOpenAI) -> None:
@@ -207,11 +205,10 @@ async def test_offsets_count_no_space_that_the_first_word_has_not(
     tokens: list[str],
     offsets: list[int],
 ) -> None:
-    async def token_names(text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
-        word = TokenName(b" a", first_data=b"a")
-        return {each: TokenName(b"<eos>", is_special=True) if each == EOS else word for each in token_ids}
+    def token_name(token_id: int) -> TokenName:
+        return TokenName(b"<eos>", is_special=True) if token_id == EOS else TokenName(b" a", first_data=b"a")
 
-    monkeypatch.setattr(dispatch, "token_names", token_names)
+    monkeypatch.setattr(dispatch, "token_name", token_name)
     dispatch.reply = "aa"
     (choice,) = (await client.completions.create(model=MODEL, prompt=prompt, logprobs=1, max_tokens=2)).choices
 
@@ -235,11 +232,11 @@ async def test_logprobs_of_a_whole_answer_are_rendered_as_they_come(
 ) -> None:
     named = asyncio.Event()
 
-    async def token_names(text: ModelText, token_ids: Collection[int]) -> dict[int, TokenName]:
+    def token_name(token_id: int) -> TokenName:
         named.set()
-        return dict.fromkeys(token_ids, TokenName(b"a"))
+        return TokenName(b"a")
 
-    monkeypatch.setattr(dispatch, "token_names", token_names)
+    monkeypatch.setattr(dispatch, "token_name", token_name)
     dispatch.hold_after = 1
     prompt = {"prompt": "Hi", "logprobs": 1} if path == "completions" else {"messages": [USER], "logprobs": True}
     asking = asyncio.create_task(http.post(f"/v1/{path}", json=prompt))
