@@ -9,7 +9,7 @@ from typing import NoReturn
 import httpx
 import pytest
 from helpers.fake_dispatch import FakeDispatch
-from helpers.openai_front import MODEL, complete, serving
+from helpers.openai_front import MAX_BODY_BYTES, MODEL, complete, serving
 
 from router.openai import create_app
 
@@ -29,6 +29,12 @@ async def test_body_that_is_too_large_is_refused(url: str, dispatch: FakeDispatc
         assert (await complete(http)).status_code == 200
 
     assert len(dispatch.calls) == 1
+
+
+async def test_body_may_be_as_large_as_is_allowed(http: httpx.AsyncClient) -> None:
+    for size, status in ((MAX_BODY_BYTES, 200), (MAX_BODY_BYTES + 1, 413)):
+        response = await http.post("/v1/completions", content=b'{"prompt": "Hi"}'.rjust(size))
+        assert response.status_code == status
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "utf-8"])
