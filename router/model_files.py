@@ -3,6 +3,7 @@
 So routers need no storage of their own, and no access to a hub. What is fetched is read at once and not kept on disk.
 """
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class TokenizerLoader:
 
     def _read(self, path: str) -> ModelTokenizer:
         control = self._config.control
-        if control is None or Path(path).is_dir():
+        if control is None or os.access(path, os.R_OK | os.X_OK):  # else it is nowhere here, or another user's
             return ModelTokenizer.from_folder(path)
         with (
             tempfile.TemporaryDirectory(prefix="weft-model-") as folder,
@@ -95,6 +96,6 @@ def fetch_model_files(path: str, folder: Path, channel: grpc.Channel, *, control
                 file.write(part.data)
     except grpc.RpcError as error:
         raise ModelFilesError(
-            f"{path} is not on this machine, and the controller at {control} did not give its files: "
+            f"{path} cannot be read on this machine, and the controller at {control} did not give its files: "
             f"{error.code().name}: {error.details()}"
         ) from error

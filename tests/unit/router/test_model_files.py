@@ -65,7 +65,7 @@ async def test_client_is_told_which_files_are_missing() -> None:
     ):
         control.set_replicas({})
         await router.wait_ready(0)
-        with pytest.raises(grpc.aio.AioRpcError, match="/tiny is not on this machine, and the controller at") as error:
+        with pytest.raises(grpc.aio.AioRpcError, match="/tiny cannot be read on this machine, and the") as error:
             await router.stub.Tokenize(pb.TokenizeRequest(model="tiny", text=TEXT), timeout=20)
     assert error.value.code() is grpc.StatusCode.INTERNAL
 
@@ -85,8 +85,9 @@ async def test_folder_without_a_tokenizer_is_named_as_the_controller_names_it(tm
 def test_folder_that_is_here_is_read_here() -> None:
     load = TokenizerLoader(router_config(control="127.0.0.1:1"))
     assert load(ModelText(path=str(FOLDER))).encode(TEXT)
-    with pytest.raises(ModelFilesError, match="did not give its files: UNAVAILABLE"):
-        load(ModelText(path="/nowhere"))
+    for path in ("/nowhere", f"/{300 * 'x'}"):  # the second cannot be looked at, as what is in the home of another user
+        with pytest.raises(ModelFilesError, match="did not give its files: UNAVAILABLE"):
+            load(ModelText(path=path))
     with pytest.raises(ModelFilesError, match="/nowhere has no tokenizer"):
         TokenizerLoader(router_config("127.0.0.1:1"))(ModelText(path="/nowhere"))
 
