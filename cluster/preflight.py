@@ -107,7 +107,7 @@ def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
     max_context = describe_model(folder).max_context
     try:
         tokenizer = ModelTokenizer.from_folder(folder)
-    except (ModelFilesError, OSError) as error:
+    except ModelFilesError as error:
         raise ModelNotFoundError(f"model {model.name!r} cannot be served: {error}") from error
     return RevisionText(
         path=str(folder),

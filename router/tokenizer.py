@@ -61,7 +61,7 @@ class ModelTokenizer:
             now: the clock that chat templates may ask for the date.
 
         Raises:
-            ModelFilesError: there is no tokenizer, or one of the files is broken.
+            ModelFilesError: there is no tokenizer, or one of the files is broken or cannot be read.
         """
         folder = Path(path)
         file = folder / "generation_config.json"
@@ -75,7 +75,7 @@ class ModelTokenizer:
                 eos_token=loaded.special_tokens.get("eos_token"),
                 digest=_digest(folder, defaults),
             )
-        except TokenizerError as error:
+        except (TokenizerError, OSError) as error:
             raise ModelFilesError(str(error)) from error
 
     @property

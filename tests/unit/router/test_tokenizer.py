@@ -1,5 +1,6 @@
 """The router's tokenizer and chat templates, against transformers on the shared tokenizers and models."""
 
+import errno
 import functools
 import gzip
 import json
@@ -516,6 +517,17 @@ def test_broken_folder_is_named(files: dict[str, str], config: dict[str, Any], s
         ModelTokenizer.from_folder(folder)
 
     assert said in str(caught.value)
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path, generation_config__json="{}")
+
+    def refuse(file: Path, **_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ModelFilesError, match=r"Permission denied: .*config\.json"):
+        ModelTokenizer.from_folder(folder)
 
 
 def test_truncation_saved_in_the_file_is_not_applied(tmp_path: Path) -> None:
