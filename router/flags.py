@@ -153,7 +153,7 @@ def _static_model(text: str) -> StaticModel:
     path, *addresses = rest.split(",")
     if not (name and path and addresses and all(addresses)):
         raise RouterConfigError(f"--model is {text!r}; allowed: NAME=FOLDER,HOST:PORT[,HOST:PORT...]")
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         raise RouterConfigError(f"--model {name}: {path} is no folder; allowed: that of its tokenizer")
     return StaticModel(name=name, path=path, addresses=tuple(map(_address, addresses)))
 

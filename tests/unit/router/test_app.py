@@ -492,6 +492,7 @@ def test_what_is_no_address_or_no_folder_is_refused(tmp_path: Path) -> None:
         (["--control", "foo"], "'foo' is no address; allowed: host:port"),
         (["--model", f"m={tmp_path},127.0.0.1"], "'127.0.0.1' is no address; allowed: host:port"),
         (["--model", f"m={tmp_path}/m,x:1"], r"--model m: .*/m is no folder; allowed: that of its tokenizer"),
+        (["--model", f"m=/{300 * 'm'},x:1"], r"--model m: /m* is no folder"),  # what cannot be looked at is none
     ):
         with pytest.raises(RouterConfigError, match=message):
             to_config(parse_flags(flags))
