@@ -190,9 +190,13 @@ class ReplicaLink(ReplicaBook):
 
     async def _greet(self, call: _Call, frames: _Frames) -> None:
         hello = replica_pb2.Hello(router_id=self._router_id, protocol_version=protocol.VERSION)
-        async with asyncio.timeout(self._config.connect_timeout_s):
-            await _write_message(call, replica_pb2.ConnectRequest(hello=hello))
-            frame = await _read_frame(frames)
+        limit_s = self._config.connect_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await _write_message(call, replica_pb2.ConnectRequest(hello=hello))
+                frame = await _read_frame(frames)
+        except TimeoutError:
+            raise ProtocolError(f"it did not answer within {limit_s:g} s") from None
         if not frame.HasField("snapshot"):
             raise ProtocolError("the first frame holds no snapshot")
         self._check_snapshot(frame.snapshot)
@@ -307,7 +311,6 @@ class _RetiredError(Exception):
 _CONNECTION_ERRORS = (
     grpc.aio.AioRpcError,
     ProtocolError,
-    TimeoutError,
     _RetiredError,
 )
 

@@ -384,7 +384,7 @@ async def test_requests_that_wait_at_a_replica_are_load_as_those_that_run() -> N
         await asyncio.wait((running,))
 
 
-async def test_replica_that_says_nothing_to_the_greeting_is_dialled_again() -> None:
+async def test_replica_that_says_nothing_to_the_greeting_is_dialled_again(caplog: pytest.LogCaptureFixture) -> None:
     class Mute(FakeReplica):
         async def Connect(  # noqa: N802
             self, request_iterator: AsyncIterator[replica_pb2.ConnectRequest], context: grpc.aio.ServicerContext
@@ -398,6 +398,7 @@ async def test_replica_that_says_nothing_to_the_greeting_is_dialled_again() -> N
         running = asyncio.create_task(link.run())
         await until(lambda: replica.num_connections == 2, 10)
         assert link.state is LinkState.CONNECTING
+        assert "not connected: it did not answer within 0.1 s" in caplog.text
         running.cancel()
         await asyncio.wait((running,))
 
