@@ -66,13 +66,14 @@ def make_config(sampling: Sampling, num_out: int) -> Any:
 
 
 class _FirstToken:
-    """A stopping criterion that never stops and notes when it was first asked."""
+    """A stopping criterion that never stops and notes when the first token was there."""
 
     def __init__(self) -> None:
         self.at_s: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if self.at_s is None:
+            input_ids[0, -1].item()  # a GPU has only been given the work so far
             self.at_s = time.perf_counter()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
