@@ -1,11 +1,14 @@
 import logging
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 from helpers.cluster import turns
 from helpers.wanted_bench import Bench
 from weft.v1 import control_pb2
 
-from cluster.errors import ModelNotFoundError
+from cluster.errors import ClusterConfigError, ModelNotFoundError
 from cluster.rank_values import Outcome
 from workers.errors import EngineConfigError
 
@@ -213,6 +216,22 @@ async def test_groups_of_a_model_that_was_removed_are_not_kept_when_it_is_added_
     (group,) = bench.model().groups
     assert (group.group_id, group.revision, group.state) == ("m-1", 2, control_pb2.GROUP_STATE_READY)
     assert bench.forms.of("m-1.1").model.engine.max_context == 128
+
+
+async def test_a_path_that_a_successor_could_not_read_is_not_kept(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"mod\xe8les")
+    try:
+        shutil.copytree(bench.folder, folder / "m")
+    except OSError:
+        pytest.skip("names of files are UTF-8 here")
+    monkeypatch.chdir(folder)
+    saved = bench.saved
+    with pytest.raises(ClusterConfigError, match="Invalid JSON: lone leading surrogate"):
+        await bench.apply({"path": "./m"})
+    assert bench.saved == saved
+    assert bench.state.models() == []
 
 
 async def test_dry_run_tells_and_changes_nothing(bench: Bench) -> None:
