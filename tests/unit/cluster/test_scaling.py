@@ -261,6 +261,13 @@ async def test_number_set_by_hand_holds_for_a_delay(folder: Path) -> None:
         service.state.scale("m", 5)
 
 
+async def test_the_last_scaling_is_told_until_the_next_whatever_else_changes(folder: Path) -> None:
+    service = await Service(folder).begin(min_replicas=1)
+    service.state.scale("m", 3)
+    await service.state.roll("m", {"max_context": 64})
+    assert service.status().autoscaling.last_change == "1 -> 3: by an operator"
+
+
 async def test_a_model_that_is_added_again_has_not_been_scaled_yet(folder: Path) -> None:
     service = await Service(folder).begin(min_replicas=1)
     service.state.scale("m", 3)
