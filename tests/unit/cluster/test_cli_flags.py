@@ -75,6 +75,13 @@ def test_help_of_serve_has_its_flags_by_what_they_are_about() -> None:
     assert [shown.index(mark) for mark in marks] == sorted(shown.index(mark) for mark in marks)
 
 
+def test_help_tells_what_arguments_are_and_defaults_in_plain_brackets() -> None:
+    """Typer before 0.26 loses the first where click is new, and before 0.22 writes a backslash before the second."""
+    shown = CliRunner().invoke(weft, ["generate", "--help"]).output
+    assert re.search(r'prompt\b.*The prompt; "-" reads it from stdin\.', shown, re.IGNORECASE)
+    assert re.search(r" \[default: 127\.0\.0\.1:50051\]", shown)
+
+
 @pytest.mark.parametrize("command", [["drain", "m-0"], ["stop"]])
 def test_grace_without_an_end_is_refused(command: list[str]) -> None:
     result = CliRunner().invoke(weft, [*command, "--control", "127.0.0.1:1", "--grace", "inf"])
