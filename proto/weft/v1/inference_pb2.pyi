@@ -64,9 +64,9 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Lower is served first where the scheduling policy looks at it."""
     cache_salt: _builtins.str
-    """Requests with different salts never share cached prefixes."""
+    """Requests with different salts never share cached prefixes. At most 1,024 characters."""
     request_id: _builtins.str
-    """Chosen by the client, for logs; the router makes one when it is empty."""
+    """Chosen by the client, for logs, at most 128 printable characters; the router makes one when it is empty."""
     target_ttft_s: _builtins.float
     """Seconds to the first token, and mean seconds of each further one, more than 0: within both, the request counts as
     goodput. They change nothing else. Unset: the service's own.
@@ -253,10 +253,12 @@ class SamplingParams(_message.Message):
     """Keep the stop string in the output, or the text of the token that stopped it. Default false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At most 16, none empty. The output ends before the stop string."""
+        """At most 16, of 1 to 1,024 characters. The output ends before the stop string."""
 
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most 1,024."""
+
     def __init__(
         self,
         *,

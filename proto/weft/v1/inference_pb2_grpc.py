@@ -28,9 +28,10 @@ if _version_not_supported:
 class InferenceStub:
     """Text generation over every model that the cluster serves.
 
-    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), NOT_FOUND (unknown model),
-    RESOURCE_EXHAUSTED (the admission queue is full, with a `retry-after-ms` trailer; or the message is too large),
-    UNAVAILABLE (no replica is ready), DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
+    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), UNAUTHENTICATED (no API key, or one that
+    is not known), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (the admission queue is full, or the API key has used its
+    rate, with a `retry-after-ms` trailer; or the message is too large), UNAVAILABLE (no replica is ready),
+    DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
     """
 
     def __init__(self, channel):
@@ -64,9 +65,10 @@ class InferenceStub:
 class InferenceServicer:
     """Text generation over every model that the cluster serves.
 
-    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), NOT_FOUND (unknown model),
-    RESOURCE_EXHAUSTED (the admission queue is full, with a `retry-after-ms` trailer; or the message is too large),
-    UNAVAILABLE (no replica is ready), DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
+    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), UNAUTHENTICATED (no API key, or one that
+    is not known), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (the admission queue is full, or the API key has used its
+    rate, with a `retry-after-ms` trailer; or the message is too large), UNAVAILABLE (no replica is ready),
+    DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
     """
 
     def Generate(self, request, context):
@@ -128,9 +130,10 @@ def add_InferenceServicer_to_server(servicer, server):
 class Inference:
     """Text generation over every model that the cluster serves.
 
-    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), NOT_FOUND (unknown model),
-    RESOURCE_EXHAUSTED (the admission queue is full, with a `retry-after-ms` trailer; or the message is too large),
-    UNAVAILABLE (no replica is ready), DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
+    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), UNAUTHENTICATED (no API key, or one that
+    is not known), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (the admission queue is full, or the API key has used its
+    rate, with a `retry-after-ms` trailer; or the message is too large), UNAVAILABLE (no replica is ready),
+    DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
     """
 
     @staticmethod

@@ -29,9 +29,10 @@ GRPC_VERSION: str
 class InferenceStub:
     """Text generation over every model that the cluster serves.
 
-    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), NOT_FOUND (unknown model),
-    RESOURCE_EXHAUSTED (the admission queue is full, with a `retry-after-ms` trailer; or the message is too large),
-    UNAVAILABLE (no replica is ready), DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
+    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), UNAUTHENTICATED (no API key, or one that
+    is not known), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (the admission queue is full, or the API key has used its
+    rate, with a `retry-after-ms` trailer; or the message is too large), UNAVAILABLE (no replica is ready),
+    DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
     """
 
     @_typing.overload
@@ -48,9 +49,10 @@ class InferenceStub:
 class InferenceAsyncStub(InferenceStub):
     """Text generation over every model that the cluster serves.
 
-    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), NOT_FOUND (unknown model),
-    RESOURCE_EXHAUSTED (the admission queue is full, with a `retry-after-ms` trailer; or the message is too large),
-    UNAVAILABLE (no replica is ready), DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
+    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), UNAUTHENTICATED (no API key, or one that
+    is not known), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (the admission queue is full, or the API key has used its
+    rate, with a `retry-after-ms` trailer; or the message is too large), UNAVAILABLE (no replica is ready),
+    DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -63,9 +65,10 @@ class InferenceAsyncStub(InferenceStub):
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation over every model that the cluster serves.
 
-    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), NOT_FOUND (unknown model),
-    RESOURCE_EXHAUSTED (the admission queue is full, with a `retry-after-ms` trailer; or the message is too large),
-    UNAVAILABLE (no replica is ready), DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
+    Errors: INVALID_ARGUMENT (the message says what was seen and what is allowed), UNAUTHENTICATED (no API key, or one that
+    is not known), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (the admission queue is full, or the API key has used its
+    rate, with a `retry-after-ms` trailer; or the message is too large), UNAVAILABLE (no replica is ready),
+    DEADLINE_EXCEEDED, CANCELLED, INTERNAL.
     """
 
     @_abc_1.abstractmethod
