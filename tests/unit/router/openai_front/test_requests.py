@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from helpers.fake_dispatch import EOS, FakeDispatch
 from helpers.openai_front import MODEL, USER, chat, complete, events
 
-from router.openai_types import MAX_CHOICES
+from router.openai_types import MAX_CHOICES, ChatCompletionRequest, CompletionRequest
 
 
 async def test_every_sampling_field_arrives(http: httpx.AsyncClient, dispatch: FakeDispatch) -> None:
@@ -452,3 +453,16 @@ async def test_missing_prompt_is_named(http: httpx.AsyncClient) -> None:
 
     assert response.json()["error"]["message"] == "prompt is missing; it is required"
     assert response.json()["error"]["param"] == "prompt"
+
+
+MANUAL = Path(__file__).resolve().parents[4] / "docs/clients.md"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatCompletionRequest)]
+)
+def test_the_manual_has_every_field_that_is_served(path: str, kind: type[msgspec.Struct]) -> None:
+    section = MANUAL.read_text().partition("## What is served\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (both|`/v1/.+?`).*? \| (`.*) \|$", section, re.MULTILINE)
+    told = [name for of, names in rows if of in ("both", f"`{path}`") for name in re.findall(r"`(\w+)`", names)]
+    assert sorted(told) == sorted(kind.__struct_fields__)
