@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,8 @@ from parallel.errors import ModelError
 from router.errors import RouterError
 from workers.errors import EngineError
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
@@ -35,6 +38,10 @@ def options_of(line: str) -> list[Any]:
     for word in line.split():
         command = getattr(command, "commands", {}).get(word, command)
     return [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
+
+
+def names_of(option: Any) -> list[str]:
+    return [*option.opts, *option.secondary_opts]
 
 
 def test_fields_of_a_group_are_options_in_their_place() -> None:
@@ -61,7 +68,7 @@ def test_fields_of_a_group_are_options_in_their_place() -> None:
 @pytest.mark.parametrize("name", ["serve", "generate", "simulate", "bench serve", "bench offline"])
 def test_help_shows_the_names_of_options_whole_in_80_columns(name: str) -> None:
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(weft, [*name.split(), "--help"]).output
-    names = [each for option in options_of(name) for each in (*option.opts, *option.secondary_opts)]
+    names = [each for option in options_of(name) for each in names_of(option)]
     assert len(names) > 10
     missing = [each for each in names if each.startswith("-") and not re.search(rf"{each}(?![\w-])", shown)]
     assert missing == []
@@ -80,6 +87,22 @@ def test_help_tells_what_arguments_are_and_defaults_in_plain_brackets() -> None:
     shown = CliRunner().invoke(weft, ["generate", "--help"]).output
     assert re.search(r'prompt\b.*The prompt; "-" reads it from stdin\.', shown, re.IGNORECASE)
     assert re.search(r" \[default: 127\.0\.0\.1:50051\]", shown)
+
+
+def test_commands_that_the_documentation_shows_have_these_flags() -> None:
+    pages = [REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("deploy/**/*.md")]
+    told = "\n".join(page.read_text() for page in pages)
+    shown = {
+        (name, flag)
+        for name, rest in re.findall(r"\bweft ((?:bench )?[a-z-]+)([^`\n#|;&]*)", told)
+        for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", rest)
+    }
+    assert len(shown) > 50
+    root: Any = get_command(weft)
+    commands = root.commands | {f"bench {name}": each for name, each in root.commands["bench"].commands.items()}
+    known = {name: {*chain(*map(names_of, each.params), ["--help"])} for name, each in commands.items()}
+    unknown = [f"weft {name} {flag}" for name, flag in shown if name in known and flag not in known[name]]
+    assert unknown == []
 
 
 @pytest.mark.parametrize("command", [["drain", "m-0"], ["stop"]])
