@@ -15,6 +15,7 @@ from weft.v1 import inference_pb2 as pb
 from router.call import Dispatch, GenerateCall, GenerateDelta, ModelCard, TokenName, TokenReader
 from router.errors import (
     ContextLengthError,
+    DeadlineError,
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
@@ -39,8 +40,8 @@ _ERROR_TYPES = {
 }
 
 
-RETRY_HEADERS = ("retry-after", "retry-after-ms")
-"""Headers of an answer that say when to try again, in seconds and in milliseconds."""
+RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
+"""Headers of an answer that say when to try again, in seconds and in milliseconds, or that it is no use to."""
 
 
 class Choice:
@@ -335,13 +336,16 @@ def error_body(message: str, status: int, *, param: str | None = None, code: str
 
 
 def error_headers(error: RouterError) -> dict[str, str]:
-    """Return the headers of an error answer: when to try again, where that is known, or that a key is wanted."""
-    if isinstance(error, UnauthenticatedError):
-        return {"www-authenticate": "Bearer"}
-    if not isinstance(error, OverloadedError):
-        return {}
-    waits = (math.ceil(error.retry_after_ms / 1000), error.retry_after_ms)
-    return {name: str(wait) for name, wait in zip(RETRY_HEADERS, waits, strict=True)}
+    """Return the headers of an error answer: whether and when to try again, where known, or that a key is wanted."""
+    match error:
+        case UnauthenticatedError():
+            return {"www-authenticate": "Bearer"}
+        case OverloadedError():
+            seconds, milliseconds = math.ceil(error.retry_after_ms / 1000), error.retry_after_ms
+            return {"retry-after": str(seconds), "retry-after-ms": str(milliseconds)}
+        case DeadlineError():  # the openai packages try again after a 504, each time with the whole deadline
+            return {"x-should-retry": "false"}
+    return {}
 
 
 def _usage_so_far(choice: Choice) -> Json:

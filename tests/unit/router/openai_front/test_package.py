@@ -11,6 +11,7 @@ from helpers.openai_front import MAX_BODY_BYTES, MODEL, USER, chat
 
 from router.call import ChatMessage, Conversation, TokenName
 from router.errors import (
+    DeadlineError,
     OverloadedError,
     ReplicaFailedError,
     RequestFailedError,
@@ -345,6 +346,14 @@ async def test_openai_errors_are_typed(client: openai.AsyncOpenAI, dispatch: Fak
         await client.completions.create(model=MODEL, prompt="Hi", stream=stream)
     assert full.value.response.headers["retry-after"] == "2"
     assert full.value.response.headers["retry-after-ms"] == "1200"
+
+
+async def test_openai_does_not_ask_again_after_its_deadline(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
+    dispatch.error = DeadlineError("late")
+    with pytest.raises(openai.InternalServerError, match="late"):
+        await client.with_options(max_retries=2).completions.create(model=MODEL, prompt="Hi")
+
+    assert len(dispatch.calls) == 1
 
 
 async def test_openai_sees_an_error_in_mid_stream(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
