@@ -361,4 +361,5 @@ def merge(
         mean = mean * shrink + tl.sum(tile * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         largest = new_largest
-    tl.store(out + row * head_dim + dim, (mean / total).to(out.dtype.element_ty), mask=is_dim & (num_used > 0))
+    size = tl.where(num_used > 0, head_dim, 0)
+    tl.store(out + row * head_dim + dim, (mean / total).to(out.dtype.element_ty), mask=dim < size)
