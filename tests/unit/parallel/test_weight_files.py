@@ -167,7 +167,10 @@ def test_tensor_that_is_not_plain_is_named(tmp_path: Path, make: Callable[[], Te
     tensors = torch.load(folder / PICKLED.single, weights_only=True)
     torch.save({**tensors, "model.norm.weight": make()}, folder / PICKLED.single)
 
-    with pytest.raises(CheckpointError, match=rf"\.bin: tensor model\.norm\.weight is {kind}; allowed: torch\.strided"):
+    told = rf": tensor model\.norm\.weight is {kind}; allowed: torch\.strided"
+    if kind == "nested":
+        told += "| is not a complete file of tensors"  # torch does not read them any more, from 2.15 on
+    with pytest.raises(CheckpointError, match=rf"\.bin({told})"):
         _weights(folder)
 
 
