@@ -158,6 +158,7 @@ def test_what_is_no_text_is_refused() -> None:
         ("ca.crt", None, "ca.crt cannot be read: No such file"),
         ("tls.key", trustme.CA().issue_cert("weft").private_key_pem.bytes().decode(), "key values mismatch"),
     ],
+    ids=["no authorities", "no file", "another key"],
 )
 def test_files_of_certificates_that_do_not_fit_are_told(
     tmp_path: Path, name: str, content: str | None, message: str

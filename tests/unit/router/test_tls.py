@@ -279,6 +279,7 @@ async def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
             r"tls\.crt would be refused: .*issuer certificate; allowed: .*'weft'",
         ),
     ],
+    ids=["another key", "no key", "no certificate", "no authorities", "other authorities"],
 )
 def test_files_that_do_not_fit_are_a_clear_error(
     ca: trustme.CA, tmp_path: Path, name: str, content: bytes, message: str
