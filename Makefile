@@ -7,6 +7,10 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+ifeq ($(origin TORCH),file)
+  # of the Tritons that pyproject.toml allows, that of this torch: only its builds for GPUs bring it along
+  TRITON := "triton==3.7.1; sys_platform == 'linux'"
+endif
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
@@ -61,7 +65,7 @@ $(VENV)/.runtime: pyproject.toml
 
 # Of thousands of modules few are imported: those are compiled then.
 $(VENV)/.dev: $(VENV)/.runtime
-	@$(PIP) install --no-compile --editable ".[dev]"
+	@$(PIP) install --no-compile --editable ".[dev]" $(TRITON)
 	@touch $@
 
 clean:
