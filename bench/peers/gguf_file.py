@@ -1,4 +1,4 @@
-"""Writes a Llama, Qwen2 or Qwen3 MoE checkpoint in Hugging Face layout as a GGUF file, without a tokenizer."""
+"""Writes a Llama, Qwen2, Qwen3 or Qwen3 MoE checkpoint in Hugging Face layout as a GGUF file, without a tokenizer."""
 
 import json
 import re
@@ -20,6 +20,7 @@ _FILE_TYPES = {
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
