@@ -6,6 +6,7 @@ import math
 import random
 import resource
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -32,7 +33,7 @@ from router.model_text import ModelText
 from router.openai import create_app
 from router.places import Places
 from router.recording import record_router
-from router.server import GrpcListener
+from router.server import KEEPALIVE_S, GrpcListener, keepalive_timeout_ms
 from router.spans import Tracer, make_tracer
 from router.tokenizer_pool import Tokenizer, TokenizerPool
 
@@ -274,6 +275,7 @@ class _HttpListener:
         """Bind. Raises RouterConfigError when the port is taken, or TLS files cannot be used."""
         tls = None if router.tls is None else router.tls.context
         self._socket = _bind(router.host, port, shares_port=router.shares_ports)
+        _watch_clients(self._socket, keepalive_timeout_ms(router.clients.write_timeout_s))
         self.address = join_host_port(router.host, self._socket.getsockname()[1])
         self.has_started = asyncio.Event()
         settings = uvicorn.Config(
@@ -348,3 +350,16 @@ def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
         bound.close()
         raise RouterConfigError(f"HTTP cannot listen on {join_host_port(host, port)}: {error.strerror}") from error
     return bound
+
+
+def _watch_clients(listener: socket.socket, limit_ms: int) -> None:
+    """Have the system end connections, which inherit this, whose client takes nothing or has gone without a word.
+
+    The protocol sees neither while all that is written goes into the system's buffer, some minutes of a slow stream, or
+    while nothing is written yet.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)

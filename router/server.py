@@ -34,7 +34,10 @@ T = TypeVar("T")
 READINESS_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 """The health service that says whether some replica takes requests; the empty name says that the router lives."""
 
-_MAX_MS = 2**31 - 1  # what gRPC's settings hold
+KEEPALIVE_S = 30
+"""After so long without a word from a client the router asks whether it is still there."""
+
+_MAX_MS = 2**31 - 1  # what settings of gRPC and of sockets hold
 
 _MAX_STREAMS = 4096
 """Streams of health and reflection that are open at once: no key is asked for them, and only their clients end them."""
@@ -152,8 +155,8 @@ class InferenceServer(InferenceServicer):
         return self._keys.identify(authorization if isinstance(authorization, str) else None)
 
 
-def _keepalive_timeout_ms(write_timeout_s: float) -> int:
-    """gRPC drops a connection whose client has acknowledged nothing for so long, also one that has no room."""
+def keepalive_timeout_ms(write_timeout_s: float) -> int:
+    """A connection is dropped whose client has acknowledged nothing for so long, also one that has no room."""
     return min(math.ceil(max(10.0, write_timeout_s) * 1000), _MAX_MS)
 
 
@@ -313,8 +316,8 @@ class GrpcListener:
             options=(
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.so_reuseport", int(shares_port)),  # by default a taken port is shared without a word
-                ("grpc.keepalive_time_ms", 30_000),  # finds clients that went away without closing
-                ("grpc.keepalive_timeout_ms", _keepalive_timeout_ms(write_timeout_s)),
+                ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),  # finds clients that went away without closing
+                ("grpc.keepalive_timeout_ms", keepalive_timeout_ms(write_timeout_s)),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             )

@@ -248,7 +248,9 @@ async def test_pages_of_an_allowed_origin_may_ask() -> None:
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
 
 
-async def test_http_sends_without_waiting_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
+@asynccontextmanager
+async def accepted_socket(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AsyncIterator[socket.socket]:
+    """The router's end of a connection of HTTP."""
     accepted: list[socket.socket] = []
     accept = HttpToolsProtocol.connection_made
 
@@ -259,11 +261,28 @@ async def test_http_sends_without_waiting_for_acknowledgements(monkeypatch: pyte
     monkeypatch.setattr(HttpToolsProtocol, "connection_made", note)
     async with (
         FakeReplica("a") as a,
-        running_router(router_config(a.address, http_port=0)) as router,
+        running_router(router_config(a.address, http_port=0, **changes)) as router,
         httpx.AsyncClient(base_url=f"http://{router.addresses.http}", verify=False) as http,
     ):
         await http.get("/health")
-        assert accepted[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        yield accepted[0]
+
+
+async def test_http_sends_without_waiting_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with accepted_socket(monkeypatch) as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system has no such time")
+@pytest.mark.parametrize(("write_timeout_s", "lasts_s"), [(0.2, 10), (60.0, 60)])
+async def test_http_client_that_acknowledges_nothing_is_kept_as_long_as_it_may_take_nothing(
+    write_timeout_s: float, lasts_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an answer that comes slowly all that the client does not take has room in the system's buffer."""
+    async with accepted_socket(monkeypatch, clients=ClientConfig(write_timeout_s=write_timeout_s)) as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == lasts_s * 1000
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
 
 
 async def test_http_answers_are_dated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
