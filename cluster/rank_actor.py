@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from parallel.errors import ModelError
 from router.errors import RouterConfigError
 from workers.config import EngineConfig
 from workers.cores import compute_here, give_way, threads_per_rank
-from workers.errors import EngineConfigError
+from workers.errors import EngineConfigError, GroupFailedError
 from workers.stats import RankStats
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class RankActor:
             if self._spec.rank == 0:
                 await self._lead(config)
             else:
-                await asyncio.to_thread(self._follow, config, host, port)
+                await self._follow(config, host, port)
         except (GroupTerminatedError, RouterConfigError) as error:  # files may be missing for a moment only
             logger.log(self._end_level, "rank %d of %s ends: %s", self._spec.rank, self._spec.replica_id, error)
             return self._end(Outcome(message=f"rank {self._spec.rank}: {error}"))
@@ -194,11 +195,33 @@ class RankActor:
     def _open_rendezvous(self) -> tuple[str, int]:
         return self._import_leader().open_rendezvous()
 
-    def _follow(self, config: EngineConfig, host: str, port: int) -> None:
+    async def _follow(self, config: EngineConfig, host: str, port: int) -> None:
+        """Follow the leader to the end; a leader that is lost is one, whatever the thread still waits for."""
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[None] = loop.create_future()
+
+        def on_lost(error: GroupFailedError) -> None:
+            loop.call_soon_threadsafe(lost.set_exception, error)
+
+        following = asyncio.ensure_future(asyncio.to_thread(self._follow_group, config, host, port, on_lost))
+        done, _ = await asyncio.wait((following, lost), return_when=asyncio.FIRST_COMPLETED)
+        await done.pop()
+
+    def _follow_group(
+        self, config: EngineConfig, host: str, port: int, on_lost: Callable[[GroupFailedError], object]
+    ) -> None:
         from workers.rank import follow_group  # torch, off the event loop
 
         compute_here()
-        follow_group(config, rank=self._spec.rank, host=host, port=port, progress=self._set_progress, stats=self._stats)
+        follow_group(
+            config,
+            rank=self._spec.rank,
+            host=host,
+            port=port,
+            progress=self._set_progress,
+            stats=self._stats,
+            on_lost=on_lost,
+        )
 
     def _resolve(self) -> EngineConfig:
         """Return the settings with this node's folder, which must be as its revision says, and this rank's threads."""

@@ -150,10 +150,12 @@ def follow_group(
     port: int,
     progress: Progress | None = None,
     stats: RankStats | None = None,
+    on_lost: Callable[[GroupFailedError], object] = lambda _: None,
 ) -> None:
     """Be rank `rank` of the group whose leader's rendezvous is at (host, port), until the leader ends it.
 
-    `progress` and `stats` are as in lead_group.
+    `progress` and `stats` are as in lead_group. `on_lost` is called in another thread where the leader is gone while
+    this one waits within a step.
 
     Raises:
         GroupFailedError: the leader is gone or ended the group because it failed, or a plan is not the next one.
@@ -171,7 +173,8 @@ def follow_group(
             link.report(0, LOAD_TIMEOUT_S)
             runner.allocate(agree(runner.choose_num_blocks()))
             link.report(0, LOAD_TIMEOUT_S)
-            follow_plans(link, runner)
+            with link.watched(on_lost):
+                follow_plans(link, runner)
     except BaseException:
         _leave(has_failed=True)
         raise

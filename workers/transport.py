@@ -10,9 +10,12 @@ import logging
 import math
 import select
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import NoReturn
 from zlib import crc32
@@ -34,6 +37,9 @@ HEARTBEAT_TIMEOUT_S = 4.0
 
 _SLICE_MS = 50
 """How often a wait for one rank looks at the others."""
+_LOOK_S = 1.0
+_NUM_LOOKS = 5
+"""So many looks in a row, this long apart, find the end of a leader that its rank has not seen: it waits for others."""
 _EVIDENCE_S = 0.3
 """How long to wait for other ranks' reports once one is known to have failed."""
 _WAITED = ("CollectiveError:", "DistStoreError:")
@@ -297,6 +303,32 @@ class RankLink:
             case message:
                 raise GroupFailedError(f"rank {self._rank} got a {type(message).__name__}; expected: PlanMessage")
 
+    @contextmanager
+    def watched(self, on_lost: Callable[[GroupFailedError], object]) -> Iterator[None]:
+        """Call `on_lost`, in another thread, where the leader is gone and this rank does not look for some seconds.
+
+        It waits within a step then: for a machine that is silent, until the step's time is over. Only once the start is
+        behind this rank.
+        """
+        has_ended = threading.Event()
+        watching = partial(self._watch, self._peer.monitor.fileno(), has_ended, on_lost)
+        threading.Thread(target=watching, daemon=True).start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+
+    def _watch(self, monitor: int, has_ended: threading.Event, on_lost: Callable[[GroupFailedError], object]) -> None:
+        """Look at the descriptor alone, which any thread may: what it tells of stays there until the rank reads it."""
+        poller = select.poll()
+        poller.register(monitor, select.POLLIN)
+        num_looks = 0
+        while not has_ended.wait(_LOOK_S):
+            num_looks = num_looks + 1 if poller.poll(0) else 0
+            if num_looks == _NUM_LOOKS:
+                on_lost(self._lost_leader())
+                return
+
     def has_message(self) -> bool:
         """Whether there is something for `receive_plan` already. Never waits."""
         if self._local is not None and self._local.has_message():
@@ -339,7 +371,10 @@ class RankLink:
 
     def _check_leader(self) -> None:
         if self._peer.is_gone() and not _is_readable(self._peer.socket):  # its last words come before its end
-            raise GroupFailedError(f"rank {self._rank} lost its leader: it died, hangs or is cut off")
+            raise self._lost_leader()
+
+    def _lost_leader(self) -> GroupFailedError:
+        return GroupFailedError(f"rank {self._rank} lost its leader: it died, hangs or is cut off")
 
 
 class _Peer:

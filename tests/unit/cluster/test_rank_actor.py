@@ -4,7 +4,9 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from parallel.errors import DeviceError
 from parallel.random_model import write_random_model
 from router.tls import InnerTls
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
+from workers.errors import GroupFailedError
 
 CONFIG = {
     "model_type": "llama",
@@ -169,6 +172,24 @@ async def test_rank_whose_engine_fails_ends_its_process(
     rank._replica._on_failure(RuntimeError("rank 1 is gone"))
     outcome = await ended
     assert (outcome.message, outcome.is_refusal) == ("rank 0: rank 1 is gone", False)
+    assert exits == [1]
+
+
+async def test_rank_whose_leader_is_lost_ends_its_process_whatever_it_waits_for(
+    folder: Path, exits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+
+    def follow_group(*_: object, on_lost: Callable[[GroupFailedError], object], **__: object) -> None:
+        on_lost(GroupFailedError("rank 1 lost its leader"))
+        may_end.wait(300)
+
+    monkeypatch.setattr("workers.rank.follow_group", follow_group)
+    rank = actor(folder)
+    rank._spec = replace(rank._spec, rank=1)
+    outcome = await run(rank)
+    may_end.set()
+    assert (outcome.message, outcome.is_refusal) == ("rank 1: rank 1 lost its leader", False)
     assert exits == [1]
 
 

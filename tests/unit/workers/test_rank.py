@@ -1,7 +1,8 @@
 """Where ranks meet, and what a group needs to form."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, local
@@ -17,7 +18,7 @@ from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.errors import DeviceError, GraphCaptureError
 from parallel.kernels.native import build
 from workers.config import CacheConfig, EngineConfig, ParallelConfig
-from workers.errors import EngineConfigError
+from workers.errors import EngineConfigError, GroupFailedError
 from workers.overlap import StepExecution
 from workers.rank import Rendezvous, _choose_attention, _leave, follow_group, follow_plans, lead_group
 from workers.stats import RankStats
@@ -224,3 +225,31 @@ def test_a_rank_that_fails_says_so_before_it_leaves(monkeypatch: pytest.MonkeyPa
     with pytest.raises(GraphCaptureError):
         follow_group(EngineConfig(model="anything"), rank=1, host="127.0.0.1", port=1)
     assert events == ["last words: out of memory", "leaves, failed True"]
+
+
+def test_a_rank_that_follows_plans_tells_of_a_leader_that_is_lost_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Link(contextlib.nullcontext[Any]):
+        def __init__(self, endpoint: str, rank: int) -> None:
+            super().__init__(self)
+
+        def report(self, value: int, timeout_s: float) -> int:
+            return value
+
+        @contextlib.contextmanager
+        def watched(self, on_lost: Callable[[GroupFailedError], object]) -> Iterator[None]:
+            on_lost(GroupFailedError("the leader is gone"))
+            yield
+            events.append("is watched no more")
+
+    runner = SimpleNamespace(choose_num_blocks=lambda: 1, allocate=lambda num_blocks: None)
+    monkeypatch.setattr("workers.rank.TCPStore", lambda *args, **options: SimpleNamespace(get=lambda key: b"endpoint"))
+    monkeypatch.setattr("workers.rank.RankLink", Link)
+    monkeypatch.setattr("workers.rank.join_mesh", lambda *args: None)
+    monkeypatch.setattr("workers.rank._load", lambda *args: runner)
+    monkeypatch.setattr("workers.rank.follow_plans", lambda link, runner: events.append("follows"))
+    monkeypatch.setattr("workers.rank._leave", lambda *args: events.append("leaves"))
+    config = EngineConfig(model="anything")
+    follow_group(config, rank=1, host="127.0.0.1", port=1, on_lost=lambda error: events.append(str(error)))
+    assert events == ["the leader is gone", "follows", "is watched no more", "leaves"]

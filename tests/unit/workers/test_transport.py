@@ -456,3 +456,38 @@ def test_a_rank_whose_leader_is_gone_ends(ends_at_once: bool) -> None:
     assert "rank 5 lost its leader" in str(errors.get(timeout=120))
     leader._context.term()
     leader._local.close()
+
+
+def test_a_leader_that_is_lost_within_a_step_is_told_to_whoever_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for a silent machine in a collective hears of nothing until the step's time is over."""
+    monkeypatch.setattr("workers.transport._LOOK_S", 0.02)
+    leader = LeaderLink(HOST, [5])
+    told: queue.Queue[GroupFailedError] = queue.Queue()
+    is_in_step, may_end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with RankLink(leader.endpoints[5], 5) as link:
+            for _ in range(3):
+                link.report(0, 120.0)
+            with link.watched(told.put):
+                link.receive_plan()
+                is_in_step.set()
+                may_end.wait(120)
+
+    rank = in_thread(run)
+    for _ in range(3):
+        leader.gather(120.0)
+        leader.proceed(0)
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.3)  # it waits for a plan: nothing is wrong
+    leader.send_plan(plan(1))
+    assert is_in_step.wait(120)
+    with pytest.raises(queue.Empty):
+        told.get(timeout=0.3)
+    for peer in leader._peers.values():
+        peer.close()
+    assert str(told.get(timeout=120)) == "rank 5 lost its leader: it died, hangs or is cut off"
+    may_end.set()
+    rank.join(120)
+    leader._local.close()
+    leader._context.term()
