@@ -114,7 +114,7 @@ class Engine:
         self._delivery = Delivery(self._scheduler, self.stats)
         self._submitted: deque[_SubmittedPlan] = deque()
         self._busy_since_s = 0.0  # while a step is in flight: since when its time is in no statistics
-        self._events: dict[bytes, bool] = {}  # for the next result: hash -> whether it was stored, else evicted
+        self._events: dict[bytes, bool] = {}  # of collected steps: hash -> whether it was stored, else evicted
 
     @property
     def has_work(self) -> bool:
@@ -216,8 +216,6 @@ class Engine:
     def take_result(self) -> StepResult:
         """Return what the steps collected since the last call gave. Nothing that runs waits for it."""
         outputs = self._delivery.take()
-        if not self._submitted:
-            self._take_events()  # else what the steps in flight store is told when they are done
         events, self._events = self._events, {}
         stored = [block_hash for block_hash, is_stored in events.items() if is_stored]
         evicted = [block_hash for block_hash, is_stored in events.items() if not is_stored]
