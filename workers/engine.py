@@ -328,5 +328,5 @@ def _tell_room(max_context: int, cache: KVCacheManager, *, wanted: int) -> None:
     longest = cache.layout.num_blocks_of(max_context - 1)
     logger.info(
         "KV cache: a sequence of %d tokens takes up to %d of %d blocks: room for %.1f at once",
-        *(max_context, longest, cache.num_blocks, cache.num_blocks / max(1, longest)),
+        *(max_context, longest, cache.num_blocks, cache.num_blocks / longest),
     )
