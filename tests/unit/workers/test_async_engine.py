@@ -20,7 +20,7 @@ from workers.detokenizer import IncrementalDetokenizer
 from workers.engine import Engine, StepResult
 from workers.errors import EngineStoppedError, GroupFailedError, InvalidRequestError, RequestFailedError
 from workers.plan import StepPlan
-from workers.recording import SchedulerCall, SchedulerSetup, Updated
+from workers.recording import Added, SchedulerCall, SchedulerSetup, Updated
 from workers.request import FinishReason, Request, RequestId, RequestOutput
 from workers.turn_watch import NUM_LOOKS
 
@@ -482,6 +482,14 @@ async def test_what_is_recorded_is_in_the_file_as_soon_as_there_is_nothing_to_do
         await until(lambda: any(isinstance(call, Updated) and call.ends for call in calls_in(recorder.path)))
     finally:
         await engine.stop()
+
+
+def test_what_is_recorded_is_in_the_file_when_the_engine_is_closed(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "decisions", max_bytes=1 << 20, clock=lambda: 0.0)
+    engine = fake_engine(recorder=recorder)
+    engine.add_request(request("a", [1, 2, 3]))
+    engine.close()
+    assert [type(call) for call in calls_in(recorder.path)] == [Added]
 
 
 async def test_a_request_that_cannot_be_added_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

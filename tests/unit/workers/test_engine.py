@@ -17,7 +17,7 @@ from workers.errors import EngineConfigError, GroupFailedError, InvalidRequestEr
 from workers.kv_cache import num_blocks_within
 from workers.overlap import Lookahead
 from workers.plan import StepPlan
-from workers.request import FinishReason, RequestId
+from workers.request import FinishReason, RequestId, Usage
 from workers.sequence import Sequence
 from workers.tokenizer import TokenTable, load_token_table
 
@@ -35,7 +35,7 @@ def text_of(token_ids: list[int]) -> str:
     ("fields", "message"),
     [
         ({"prompt": []}, "the prompt has 0 tokens; allowed: at least 1"),
-        ({"prompt": [1, 97]}, "prompt_token_ids contain 97; allowed: 0 to 96"),
+        ({"prompt": [0, 97]}, "prompt_token_ids contain 97; allowed: 0 to 96"),
         ({"prompt": [-1, 5]}, "prompt_token_ids contain -1; allowed: 0 to 96"),
         ({"prompt": [1], "generated": [2, 100]}, "generated_token_ids contain 100; allowed: 0 to 96"),
         ({"prompt": [1] * 200}, "the prompt has 200 tokens; allowed: at most 199"),
@@ -317,6 +317,9 @@ def test_a_request_whose_end_was_lost_ends_at_once(
     assert outcome.finish.reason is reason
     is_stop_token = reason is FinishReason.STOP and outcome.finish.stop_string is None
     assert outcome.finish.stop_token_id == (generated[-1] if is_stop_token else None)
+    assert outcome.finish.usage == Usage(
+        prompt_tokens=1, cached_tokens=0, completion_tokens=3, queue_s=0, prefill_s=0, decode_s=0
+    )
     assert outcome.token_ids == []
     assert outcome.text == held_text
     assert engine.stats.num_steps == 0
