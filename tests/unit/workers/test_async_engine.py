@@ -164,6 +164,7 @@ async def test_steps_may_go_on_for_longer_than_one_may_last() -> None:
     assert (await collect(engine, "a", [1, 2, 3], max_tokens=30)).token_ids == run_alone(item)
     await engine.stop()
     assert not failures
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody looks any more"
 
 
 async def test_an_engine_with_nothing_to_do_sleeps_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
