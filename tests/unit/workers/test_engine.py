@@ -10,9 +10,11 @@ from helpers.engines import FakeExecutor, Outcome, anonymous_tokens, fake_engine
 from helpers.fake_model import run_alone
 from tokenizers import Tokenizer, decoders, models
 
+from cluster.models import DEFAULT_MODEL, PACKAGED
 from parallel.errors import ConfigError
+from workers.config import CacheConfig, EngineConfig
 from workers.engine import Engine
-from workers.engine_builder import read_eos_token_ids
+from workers.engine_builder import build_engine, read_eos_token_ids
 from workers.errors import EngineConfigError, GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache import num_blocks_within
 from workers.overlap import Lookahead
@@ -493,6 +495,15 @@ def test_wrong_eos_ids_are_refused(tmp_path: Path, content: str, message: str) -
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_eos_token_ids(tmp_path, anonymous_tokens())
+
+
+@pytest.mark.parametrize(("max_context", "expected"), [(None, 1024), (40, 40)])
+def test_the_context_is_that_of_the_model_unless_a_setting_says_less(max_context: int | None, expected: int) -> None:
+    model, cache = str(PACKAGED[DEFAULT_MODEL]), CacheConfig(num_blocks=64)
+    config = EngineConfig(model=model, device="cpu", kernels="reference", max_context=max_context, cache=cache)
+    engine = build_engine(config)
+    assert engine.max_context == expected
+    engine.close()
 
 
 def test_number_of_blocks_is_what_fits_beside_the_peak() -> None:
