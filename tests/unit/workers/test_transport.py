@@ -491,3 +491,11 @@ def test_a_leader_that_is_lost_within_a_step_is_told_to_whoever_watches(monkeypa
     rank.join(120)
     leader._local.close()
     leader._context.term()
+
+
+def test_a_rank_whose_leader_is_gone_before_it_has_answered_ends() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        link = RankLink(f"tcp://{HOST}:{listener.getsockname()[1]} weft-nowhere", 5)
+        listener.accept()[0].close()
+        with link, pytest.raises(GroupFailedError, match="rank 5 lost its leader"):
+            link.report(0, 120.0)
