@@ -131,7 +131,7 @@ class Usage:
 
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens found in the prefix cache when the request was first scheduled."""
+    """Prompt tokens found in the prefix cache, when the request was first scheduled or later."""
     completion_tokens: int
     queue_s: float
     prefill_s: float

@@ -44,7 +44,7 @@ class EngineStats:
         self.num_prompt_tokens = 0
         """Prompt tokens of accepted requests."""
         self.num_cached_tokens = 0
-        """Prompt tokens found in the prefix cache when their request was first scheduled."""
+        """Prompt tokens found in the prefix cache, when their request was first scheduled or later."""
         self.num_host_tokens = 0
         """Cached tokens that were brought back from the host."""
         self.num_saved_blocks = 0
