@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 _DATE_S = 1.0
 """How old the Date of an HTTP answer may be."""
 
+_MOST_WAIT_S = 10.0
+"""How long a router that shares its ports may wait for a replica before it serves: the others may have none either, and
+whoever started it takes it for one that hangs after a minute."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundAddresses:
@@ -230,7 +234,7 @@ async def _serving(
         following = tasks.create_task(parts.directory.run(), name="directory")
         reloading = tasks.create_task(parts.keys.follow(), name="keys") if parts.keys else None
         if config.shares_ports:  # else it would refuse what the others could serve
-            await _wait_ready(parts, config.failover.new_request_wait_s)
+            await _wait_ready(parts, min(config.failover.new_request_wait_s, _MOST_WAIT_S))
         await grpc.start()
         showing = tasks.create_task(_show_readiness(parts, grpc), name="readiness")
         serving = tasks.create_task(http.serve(), name="http") if http else None

@@ -144,7 +144,7 @@ async def test_port_is_shared_only_by_those_who_say_so() -> None:
                     pass
 
 
-async def test_router_takes_its_part_of_a_shared_port_when_it_can_serve() -> None:
+async def test_router_takes_its_part_of_a_shared_port_when_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     patient = FailoverConfig(new_request_wait_s=60.0)
     async with (
         FakeReplica("a") as a,
@@ -157,6 +157,10 @@ async def test_router_takes_its_part_of_a_shared_port_when_it_can_serve() -> Non
     async with running_router(router_config("127.0.0.1:1", shares_ports=True, failover=hasty)) as router:
         (model,) = (await router.stub.ListModels(pb.ListModelsRequest())).models
         assert model.ready_replicas == 0, "it waits only for so long"
+    monkeypatch.setattr("router.app._MOST_WAIT_S", 0.01)
+    config = router_config("127.0.0.1:1", shares_ports=True, failover=patient)
+    async with asyncio.timeout(20), running_router(config) as router:
+        assert (await router.stub.ListModels(pb.ListModelsRequest())).models, "a request may wait longer"
 
 
 async def test_router_is_ready_when_it_has_a_tokenizer_or_cannot_have_one() -> None:
