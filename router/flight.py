@@ -240,7 +240,7 @@ class Flight:
 
     async def _hash(self) -> None:
         """Hash the blocks of prompt and output once for each placing, off the event loop when they are many."""
-        if self._hashes is not None or self._route.block_size is None:
+        if self._hashes is not None:
             return
         token_ids, salt = self._token_ids(), self._request.cache_salt
         if len(token_ids) <= _INLINE_HASH_TOKENS:
