@@ -97,6 +97,6 @@ class RouterActor:
         return self._place
 
     async def stop(self, grace_s: float) -> None:
-        """Finish the requests in flight, within `grace_s`, and end."""
-        self._grace_s = grace_s
+        """Say that it is not ready, finish the requests in flight and end, all within `grace_s`."""
+        self._grace_s = max(0.0, grace_s - self._config.unready_s)
         self._stop.set()

@@ -76,7 +76,7 @@ def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: b
     except KeyboardInterrupt:
         console.print("Stopping ...")
         with suppress(KeyboardInterrupt):  # a second one: nobody waits any longer
-            service.shut_down(spec.router.grace_s)
+            service.shut_down(spec.router.unready_s + spec.router.grace_s)
         if not was_ready:
             raise
     if stays:

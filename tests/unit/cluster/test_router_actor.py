@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -14,18 +13,27 @@ from router.config import RouterConfig
 
 
 @pytest.fixture
-def actor(monkeypatch: pytest.MonkeyPatch) -> RouterActor:
+def graces_s() -> list[float]:
+    """How long routers that were told to end gave the requests in flight."""
+    return []
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch, graces_s: list[float]) -> RouterActor:
     """One whose router does nothing until it is told to end."""
 
-    async def run_router(config: RouterConfig, *, stop: asyncio.Event, on_ready: Callable[..., None], **_: Any) -> None:
+    async def run_router(
+        config: RouterConfig, *, stop: asyncio.Event, on_ready: Callable[..., None], grace_s: Callable[[], float]
+    ) -> None:
         on_ready(BoundAddresses(grpc="h:1", http=None, metrics=None))
         await stop.wait()
+        graces_s.append(grace_s())
 
     for name in ("configure_logging", "take_spare", "give_way", "on_sigterm", "RouterPlace"):
         monkeypatch.setattr(router_actor, name, lambda *_, **__: None)
     monkeypatch.setattr("router.app.run_router", run_router)
     monkeypatch.setattr(router_actor.ray, "get_runtime_context", lambda: _Context())
-    return RouterActor(RouterConfig(control="127.0.0.1:1"), "warning")
+    return RouterActor(RouterConfig(control="127.0.0.1:1", grace_s=30.0, unready_s=8.0), "warning")
 
 
 class _Context:
@@ -49,3 +57,17 @@ async def test_end_by_sigterm_is_told_unless_it_was_stopped_before(
         outcome = await actor.ended()
     assert outcome.message == message
     assert caplog.messages == logged
+
+
+@pytest.mark.parametrize(("within_s", "grace_s"), [(None, 30.0), (20.0, 12.0), (5.0, 0.0)], ids=str)
+async def test_time_in_which_it_is_not_ready_is_of_the_grace_that_it_is_told(
+    actor: RouterActor, graces_s: list[float], within_s: float | None, grace_s: float
+) -> None:
+    await actor.begin()
+    if within_s is None:
+        actor._on_sigterm()
+    else:
+        await actor.stop(within_s)
+    async with asyncio.timeout(60):
+        await actor.ended()
+    assert graces_s == [grace_s]

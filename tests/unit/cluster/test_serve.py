@@ -18,7 +18,7 @@ from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.serve import print_addresses, tell_slowness, watch_service
 from cluster.signals import signals_as_interrupts
 
-SPEC = build_spec({"ray": {"address": "127.0.0.1:1"}})
+SPEC = build_spec({"ray": {"address": "127.0.0.1:1"}, "router": {"unready_s": 8.0, "grace_s": 30.0}})
 ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0, "metrics_port": 0}}
 
 
@@ -58,7 +58,7 @@ def test_either_signal_is_an_interrupt(number: signal.Signals) -> None:
 def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     service, out = InterruptedService(), io.StringIO()
     watch_service(service, Console(file=out), stays=True, spec=SPEC)
-    assert service.graces_s == [30.0]
+    assert service.graces_s == [38.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
 
 
@@ -78,7 +78,7 @@ def test_controller_that_dies_when_all_is_ready_ends_nothing() -> None:
     service, out = OrphanedService(), io.StringIO()
     watch_service(service, Console(file=out), stays=True, spec=SPEC)
     assert out.getvalue().startswith("Serving m: 2 replicas\n")
-    assert service.graces_s == [30.0], "it was watched until Ctrl-C"
+    assert service.graces_s == [38.0], "it was watched until Ctrl-C"
 
 
 class SlowService(InterruptedService):
@@ -92,7 +92,7 @@ def test_service_that_was_stopped_before_it_was_ready_was_no_success() -> None:
     service = SlowService()
     with pytest.raises(KeyboardInterrupt):
         watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
-    assert service.graces_s == [30.0]
+    assert service.graces_s == [38.0]
 
 
 class StoppedService(InterruptedService):
@@ -158,7 +158,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
     caplog.set_level("WARNING", "cluster.serve")
     service = FailedService(was_taken_over=True)
     watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
-    assert (service.graces_s, service.num_looks) == ([30.0], 3), "it was watched until Ctrl-C"
+    assert (service.graces_s, service.num_looks) == ([38.0], 3), "it was watched until Ctrl-C"
     assert [record.getMessage() for record in caplog.records] == [
         "not all of the service that was taken over is ready: m-1: no such tensor"
     ]
@@ -196,7 +196,7 @@ def test_service_goes_on_where_nothing_can_be_written(caplog: pytest.LogCaptureF
     caplog.set_level("WARNING", "cluster.serve")
     service = ChangingService()
     watch_service(service, Console(file=FullDisk()), stays=True, spec=SPEC)
-    assert service.graces_s == [30.0], "it has served until it was stopped"
+    assert service.graces_s == [38.0], "it has served until it was stopped"
     assert [record.getMessage() for record in caplog.records] == [
         "output is lost: No space left on device; the service goes on"
     ]
