@@ -54,7 +54,7 @@ class Chosen(Generic[LinkT]):
 
 
 class _Limits(NamedTuple):
-    """What all replicas of a text take that said it; 0: none did."""
+    """What all replicas of a text take; 0: there were none."""
 
     max_context: int = 0
     """Longest prompt plus output."""
@@ -87,8 +87,8 @@ class Route(Generic[LinkT]):
         self.policy = policy
         self.index = PrefixIndex()
         self.links: dict[ReplicaId, LinkT] = {}
-        self.block_size: int | None = None
-        """Tokens in a block; None until a replica was connected."""
+        self.block_size = 0
+        """Tokens in a block; 0 until a replica was connected."""
         self.held: set[object] = set()
         """Requests that were accepted and are to go to a replica: those that wait for their place included, and not
         those that a replica has answered and whose clients have yet to read it."""
@@ -169,7 +169,7 @@ class Route(Generic[LinkT]):
 
     def hash_blocks(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
         """Return the hashes of the full blocks of a prompt, as the replicas name them."""
-        if self.block_size is None:
+        if not self.block_size:
             return []
         return block_hashes(root_hash(self._hash_key, cache_salt), token_ids, self.block_size)
 
@@ -218,9 +218,8 @@ class Route(Generic[LinkT]):
             text = self._text_of_most(links)
             takers = self._running(text, links)
             if takers:
-                contexts = (link.max_context for link in takers if link.max_context)
-                sizes = (link.vocab_size for link in takers if link.vocab_size)
-                self._last_limits = text, _Limits(min(contexts, default=0), min(sizes, default=0))
+                contexts, sizes = (link.max_context for link in takers), (link.vocab_size for link in takers)
+                self._last_limits = text, _Limits(min(contexts), min(sizes))
             last_text, limits = self._last_limits
             self._seen = _Ready(
                 links=links,
@@ -249,7 +248,7 @@ class Route(Generic[LinkT]):
         choice = self.policy.choose(request, _Views(self, links, hashes))
         num_cached_blocks = self.index.num_cached(choice.replica_id, hashes)
         # A replica computes at least the last token anew.
-        num_cached = min(num_cached_blocks * (self.block_size or 1), num_tokens - 1)
+        num_cached = min(num_cached_blocks * self.block_size, num_tokens - 1)
         return Chosen(link=self.links[choice.replica_id], reason=choice.reason, num_cached_tokens=num_cached)
 
     def ids(self, links: Sequence[LinkT]) -> Sequence[ReplicaId]:
@@ -288,5 +287,5 @@ class _Views(Candidates):
             num_requests=link.load.num_requests,
             num_pending_tokens=link.load.num_pending_tokens,
             num_cached_blocks=num_cached_blocks,
-            block_size=self._route.block_size or 1,
+            block_size=self._route.block_size,
         )
