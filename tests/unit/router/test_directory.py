@@ -235,18 +235,28 @@ async def test_replica_that_leaves_membership_finishes_its_requests() -> None:
     assert list(answer.finished.replica_ids) == ["a"]
 
 
-async def test_wrong_replica_at_an_address_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("replica_id", "model", "why"),
+    [
+        ("new", "tiny", "{} is replica new; wanted: old"),
+        ("old", "big", "the replica serves model 'big'; wanted: 'tiny'"),
+    ],
+    ids=["id", "model"],
+)
+async def test_wrong_replica_at_an_address_is_not_used(
+    caplog: pytest.LogCaptureFixture, replica_id: str, model: str, why: str
+) -> None:
     async with (
         FakeControl() as control,
-        FakeReplica("new") as replica,
+        FakeReplica(replica_id, model=model) as replica,
         running_directory(control=control.address) as directory,
     ):
         control.set_replicas({"old": replica.address})
         await replica.wait_until(lambda: replica.num_connections >= 2)
         assert not directory.is_ready
-        told = f"replica old: not connected: {replica.address} is replica new; wanted: old"
+        told = f"replica old: not connected: {why.format(replica.address)}"
         assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [told], "once"
-        control.set_replicas({"new": replica.address})
+        replica.replica_id, replica.model = "old", "tiny"
         await until_ready(directory, 1)
 
 
