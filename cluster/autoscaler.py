@@ -155,12 +155,12 @@ class Autoscaler:
             replicas=_ceil(requests / config.target_requests),
             reason=f"{requests:.1f} requests at {config.target_requests:g} a replica",
         )
-        usage = sum(each.kv_usage for each in window) / len(window)
+        # what another number of replicas did, full or late, tells nothing of those that are here now
+        same = [each for each in window if each.num_ready == latest.num_ready]
+        usage = sum(each.kv_usage for each in same) / len(same)
         by_cache = _ceil(latest.num_ready * usage / config.target_kv_usage)
         if by_cache > asked.replicas:
             asked = Decision(replicas=by_cache, reason=f"{usage:.0%} of the KV blocks in use")
-        # requests that were served by fewer or more replicas tell nothing of those that are here now
-        same = [each for each in window if each.num_ready == latest.num_ready]
         finished, on_time = sum(each.num_finished for each in same), sum(each.num_on_time for each in same)
         if config.target_goodput and finished >= _MIN_FINISHED:
             share = on_time / finished

@@ -207,6 +207,15 @@ def test_requests_of_an_older_number_of_replicas_do_not_count() -> None:
     assert decide(late + grown, 8, config, most=64).replicas == 8
 
 
+def test_blocks_that_an_older_number_of_replicas_used_do_not_count() -> None:
+    """Else a replica that has come to help would ask for the next one."""
+    full = [look(time_s, ready=1, running=4, kv=1.0) for time_s in range(30)]
+    grown = [look(30 + time_s, ready=2, running=4, kv=0.7) for time_s in range(4)]
+    config = replace(CONFIG, upscale_delay_s=0.0)
+    assert decide(full, 1, config).replicas == 2
+    assert decide(full + grown, 2, config).replicas == 2
+
+
 def test_few_requests_prove_nothing() -> None:
     assert decide([look(time_s, on_time="0/1") for time_s in range(16)], 1).replicas == 1
 
