@@ -54,19 +54,22 @@ async def test_reconcile_forms_a_group_once(group: ReplicaGroup, forms: Formatio
     assert group.endpoint is None
 
 
-async def test_ready_group_is_in_membership_with_its_ranks(group: ReplicaGroup, forms: Formations) -> None:
+async def test_ready_group_is_in_membership_with_its_ranks(
+    group: ReplicaGroup, forms: Formations, clock: FakeClock
+) -> None:
     group.reconcile()
     forms.lives[0].become_ready()
+    clock.advance(5.0)
     assert group.endpoint is not None
     assert (group.endpoint.replica_id, group.endpoint.model) == ("m-0.1", "m")
     status = group.status()
     assert [rank.pid for rank in status.ranks] == [1000, 1001]
     assert all(rank.alive for rank in status.ranks)
-    assert (status.progress, status.tensor_parallel) == (1.0, 2)
+    assert (status.progress, status.tensor_parallel, status.seconds_in_state) == (1.0, 2, 5.0)
 
 
 async def test_dead_rank_leaves_membership_and_the_group_forms_again_as_a_new_replica(
-    group: ReplicaGroup, forms: Formations, changes: list[None]
+    group: ReplicaGroup, forms: Formations, changes: list[None], caplog: pytest.LogCaptureFixture
 ) -> None:
     group.reconcile()
     forms.lives[0].become_ready()
@@ -74,6 +77,7 @@ async def test_dead_rank_leaves_membership_and_the_group_forms_again_as_a_new_re
     await forms.lives[0].end(Outcome(message="rank 1 died"))
     assert len(changes) > num_changes  # wakes the controller
     group.reconcile()
+    assert caplog.messages == ["group m-0 (m-0.1) ended: rank 1 died"]
     assert [life.replica_id for life in forms.lives] == ["m-0.1", "m-0.2"]
     assert group.endpoint is None
     assert not group.status().ranks
@@ -177,7 +181,7 @@ async def test_group_that_leaves_drains_stays_in_membership_and_is_not_formed_ag
 @pytest.mark.parametrize("graces_s", [(3600.0, 0.0), (3600.0, 0.02), (0.02, 3600.0)])
 @pytest.mark.parametrize("first", ["leave", "stop"])
 async def test_drain_ends_with_the_shorter_grace_of_two(
-    group: ReplicaGroup, forms: Formations, graces_s: tuple[float, float], first: str
+    group: ReplicaGroup, forms: Formations, graces_s: tuple[float, float], first: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     group.reconcile()
     await turns()
@@ -196,17 +200,21 @@ async def test_drain_ends_with_the_shorter_grace_of_two(
             await stopping
     assert life.was_cancelled
     assert group.is_gone
+    assert caplog.messages == ["group m-0 (m-0.1) ends at once: its grace is over"]
 
 
-async def test_stop_of_a_group_that_leaves_waits_for_its_requests(group: ReplicaGroup, forms: Formations) -> None:
+@pytest.mark.parametrize("graces_s", [(7.0, 60.0), (60.0, 7.0)])
+async def test_stop_of_a_group_that_leaves_waits_for_its_requests(
+    group: ReplicaGroup, forms: Formations, graces_s: tuple[float, float]
+) -> None:
     group.reconcile()
     await turns()
     (life,) = forms.lives
     life.become_ready()
     life.holds_requests = True
-    group.leave(7.0)
+    group.leave(graces_s[0])
     await turns()
-    stopping = asyncio.create_task(group.stop(grace_s=60.0))
+    stopping = asyncio.create_task(group.stop(graces_s[1]))
     await turns()
     assert not life.was_cancelled
     life.requests_ended.set()
@@ -255,13 +263,17 @@ async def test_live_group_is_adopted_under_its_replica_id(clock: FakeClock, form
     assert (group.endpoint.replica_id, group.lifecycle.restarts) == ("m-0.3", 0)
 
 
-async def test_group_that_loads_its_model_is_adopted_too(clock: FakeClock, forms: Formations) -> None:
-    group = make_group(clock, forms, num_lives=1)
+async def test_group_that_loads_its_model_is_adopted_too(
+    clock: FakeClock, forms: Formations, changes: list[None]
+) -> None:
+    group = make_group(clock, forms, lambda: changes.append(None), num_lives=1)
     group.reconcile()
     forms.lives[0].be_adopted(is_ready=False)
-    assert group.lifecycle.state is GroupState.STARTING
+    assert (group.lifecycle.state, group.status().detail) == (GroupState.STARTING, "loading the model")
     assert not group.is_adopting
+    changes.clear()
     forms.lives[0].listener.on_ready(forms.lives[0].addresses)
+    assert changes, "routers are told at once"
     assert group.lifecycle.state is GroupState.READY
 
 
