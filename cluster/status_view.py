@@ -206,7 +206,7 @@ class ChangeView:
         """Print what has changed since the last call; the first one only looks."""
         told, self._told = self._told, _states(status)
         for name, text in self._told.items():
-            if told.get(name, text) != text:
+            if text and told.get(name, text) != text:
                 now = datetime.now().strftime("%H:%M:%S")
                 self._console.print(f"{now} {name}: {text}", highlight=False, markup=False)
 
@@ -215,7 +215,8 @@ def _states(status: control_pb2.GetStatusResponse) -> dict[str, str]:
     states = {"controller": f"restarted {status.controller.restarts} times, now with pid {status.controller.pid}"}
     for model in status.models:
         if model.HasField("autoscaling"):
-            states[model.name] = f"{model.autoscaling.last_change} (scales from {bounds(model)})"
+            last = model.autoscaling.last_change  # of the controller that runs now
+            states[model.name] = last and f"{last} (scales from {bounds(model)})"
         for group in model.groups:
             name = state_name(group)
             shown = name == "ready" or not group.detail
