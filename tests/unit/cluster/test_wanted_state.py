@@ -10,6 +10,7 @@ from weft.v1 import control_pb2
 
 from cluster.errors import ClusterConfigError, ModelNotFoundError
 from cluster.rank_values import Outcome
+from cluster.saved_state import decode
 from workers.errors import EngineConfigError
 
 
@@ -129,6 +130,7 @@ async def test_models_of_several_shapes_come_and_go(bench: Bench) -> None:
     assert bench.replicas() == ["a-0.1", "b-0.1", "b-1.1"]
     assert bench.model("a").groups[0].tensor_parallel == 2
     assert await bench.apply({"name": "b", "replicas": 2}) == ["remove a"]
+    assert decode(bench.saved).groups[0].is_leaving, "a successor has it drained to its end"
     assert [model.name for model in bench.state.models()] == ["b"]
     await bench.settle()
     assert bench.forms.of("a-0.1").drained_s == 30.0
