@@ -136,3 +136,11 @@ def test_changed_settings_leave_the_others_alone() -> None:
         changed_section(models["m"], {"cache": {"blocks": 1}})
     with pytest.raises(ClusterConfigError, match="name: cannot change"):
         changed_section(models["m"], {"name": "n"})
+
+
+def test_settings_that_were_null_are_set_and_made_null_again() -> None:
+    models = wanted(model())
+    scaled = changed_section(models["m"], {"autoscaling": {"idle_s": 9}, "max_replicas": 4})
+    models, _ = roll(models, "m", scaled)
+    assert models["m"].current.section.autoscaling is not None
+    assert changed_section(models["m"], {"autoscaling": None}).autoscaling is None
