@@ -140,7 +140,9 @@ class FakeRay:
         monkeypatch.setattr(group_place, "placement_group_table", lambda place: place.table())
         monkeypatch.setattr(group_place, "remove_placement_group", self.removed.append)
         monkeypatch.setattr("cluster.formation.ray.kill", lambda actor, **_: self.killed.append(actor))
-        monkeypatch.setattr("cluster.formation.ray.cluster_resources", lambda: {"GPU": self.num_gpus})
+        monkeypatch.setattr(
+            "cluster.formation.ray.cluster_resources", lambda: {"GPU": self.num_gpus} if self.num_gpus else {}
+        )
 
     def find_actor(self, name: str) -> "FakeRank | str | None":
         self.is_asked.set()
@@ -352,7 +354,7 @@ async def test_ranks_share_a_node_with_those_that_should_be_there(
 
 
 @pytest.mark.parametrize(
-    ("device", "num_gpus", "wanted"), [("auto", 0, 0), ("auto", 8, 1), ("cpu", 8, 0), ("cuda", 0, 1)]
+    ("device", "num_gpus", "wanted"), [("auto", 0, 0), ("auto", 1, 1), ("cpu", 8, 0), ("cuda", 0, 1)]
 )
 async def test_ranks_take_gpus_where_they_compute_on_them(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path, device: str, num_gpus: int, wanted: int
