@@ -270,6 +270,16 @@ async def test_group_whose_place_somebody_else_has_given_back_ends(
     assert not fake_ray.rank.was_given, "no rank was started"
 
 
+async def test_group_whose_node_is_lost_as_soon_as_it_has_its_place_ends(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formation, "cluster_nodes", lambda: NODES[:1])
+    async with asyncio.timeout(10):
+        outcome = await make_formation(tmp_path, listener).run()
+    assert (outcome.message, outcome.is_refusal) == ("node node-b was lost before its ranks were started", False)
+    assert fake_ray.removed == fake_ray.places
+
+
 async def test_successor_of_the_controller_finds_the_group_and_its_ranks_by_their_names(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path
 ) -> None:
