@@ -26,7 +26,7 @@ from weft.v1.control_pb2_grpc import ControlStub
 from cluster.config import ModelSpec, build_spec
 from cluster.control_client import ControlClient
 from cluster.control_server import ControlServer, bind_control_port
-from cluster.demand import DemandLedger
+from cluster.demand import Demand, DemandLedger
 from cluster.errors import (
     ClusterConfigError,
     ControllerError,
@@ -140,9 +140,11 @@ async def _next(watch: Any) -> control_pb2.WatchReplicasResponse:
 
 async def test_watcher_sees_membership_now_and_at_every_change(running: Running) -> None:
     state, server, address = running
-    await server.publish()
     async with grpc.aio.insecure_channel(address) as channel:
-        watch = ControlStub(channel).WatchReplicas(control_pb2.WatchReplicasRequest(router_id="r"))
+        stub: Any = ControlStub(channel)
+        watch = stub.WatchReplicas(control_pb2.WatchReplicasRequest(router_id="r"))
+        await stub.GetStatus(control_pb2.GetStatusRequest())  # the watch came before it, when nothing was known
+        await server.publish()
         first = await _next(watch)
         assert [model.name for model in first.models] == ["m"]
         assert not first.replicas
@@ -177,6 +179,7 @@ async def test_operator_sees_status_and_shuts_down(running: Running) -> None:
         status = await asyncio.to_thread(client.status)
         assert status.models[0].groups[0].group_id == "m-0"
         assert (status.version != "", status.controller.stopping) == (True, False)
+        assert 0 <= status.uptime_s < 60
         await asyncio.to_thread(client.shut_down, 3.0)
         state.is_stopping = True
         assert (await asyncio.to_thread(client.status)).controller.stopping
@@ -573,6 +576,19 @@ async def test_a_router_that_somebody_else_started_is_in_status_and_top_while_it
             await asyncio.to_thread(run_top, client, Console(), interval_s=0.0, as_json=True, count=1)
             assert json.loads(capsys.readouterr().out)["models"][0]["output_tokens_per_s"] == 0.0
         await poll(routers, {"router-0": ""})
+
+
+async def test_what_a_router_reports_is_demand_until_its_stream_ends(running: Running) -> None:
+    async def demand() -> Mapping[str, Demand]:
+        return running.server._demand.take()
+
+    async with grpc.aio.insecure_channel(running.address) as channel:
+        report: Any = ControlStub(channel).ReportDemand()
+        models = [control_pb2.ModelDemand(model="m", num_held=2)]
+        await report.write(control_pb2.ReportDemandRequest(router_id="r", models=models))
+        await poll(demand, {"m": Demand(num_held=2)})
+        report.cancel()
+        await poll(demand, {})
 
 
 async def test_second_controller_on_a_port_is_refused(running: Running) -> None:
