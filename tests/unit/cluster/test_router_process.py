@@ -131,10 +131,10 @@ def _wanted(
 
 @pytest.mark.parametrize("adopts", [False, True])
 def test_router_that_a_controller_before_had_is_never_given_up(adopts: bool) -> None:
-    life = _wanted(adopts=adopts).lifecycle
+    router = _wanted(adopts=adopts)
     for _ in range(4):
-        life.failed("its port is taken", 0.0)
-    assert life.is_over is not adopts
+        router.lifecycle.failed("its port is taken", 0.0)
+    assert router.lifecycle.is_over is router.status().failed is not adopts
 
 
 async def test_who_stops_a_router_that_is_being_stopped_sees_it_end() -> None:
@@ -272,6 +272,7 @@ async def test_router_that_is_not_ready_in_time_ends_and_another_life_begins(
     assert not router.is_adopting
     clock.advance(7.0)
     assert (router.record.last_failure, router.record.failed_ago_s) == ("not ready within 0.05 s", 7.0)
+    assert router.status().last_failure.seconds_ago == 7.0
     await turns()
     await turns()  # the life begins, and is asked whether it is ready
     assert router.status().alive
