@@ -5,6 +5,7 @@ import json
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from weft.v1 import control_pb2
 
 from cluster.readiness import first_failure, is_ready
@@ -87,11 +88,35 @@ def test_start_is_told_line_by_line_where_there_is_no_terminal() -> None:
     assert out.getvalue().splitlines() == ["m-0: starting: why", "m-0: ready"]
 
 
+def test_start_is_a_bar_that_follows_each_group_on_a_terminal() -> None:
+    status = status_with(control_pb2.GROUP_STATE_STARTING, router_alive=True)
+    out = io.StringIO()
+    with StartView(Console(file=out, width=100, force_terminal=True)) as view:
+        for progress in (0.0, 0.75):
+            status.models[0].groups[0].progress = progress
+            view.show(status)
+    drawn = Text.from_ansi(out.getvalue()).plain
+    assert " 75% starting: why" in drawn
+
+
 def test_status_fits_and_tells_reasons() -> None:
     out = io.StringIO()
     print_status(Console(file=out, width=80), status_with(control_pb2.GROUP_STATE_FAILED, router_alive=False))
     assert all(word in out.getvalue() for word in ("m-0", "failed", "why", "router-0", "not alive"))
     assert max(map(len, out.getvalue().splitlines())) <= 80
+
+
+def test_status_tells_replicas_by_their_ids_and_which_nodes_are_drained() -> None:
+    status = status_with(READY, router_alive=True)
+    status.models[0].groups[0].replica_id = "m-0.3"
+    status.nodes.add(address="10.0.0.1", cpus=8, free_cpus=7.98, drained=True)
+    status.nodes.add(address="10.0.0.2", cpus=8, free_cpus=7.98)
+    out = io.StringIO()
+    print_status(Console(file=out, width=120), status)
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["m-0.3", "ready"] in [line[:2] for line in lines]
+    free = ["7.98", "of", "8", "0", "of", "0", "-"]
+    assert lines[-2:] == [["10.0.0.1", *free, "drained"], ["10.0.0.2", *free]]
 
 
 def test_status_tells_the_last_failure_of_what_runs_again() -> None:
