@@ -39,7 +39,7 @@ def test_first_failure_names_the_group_and_the_reason() -> None:
 def test_status_for_programs_holds_every_field() -> None:
     told = json.loads(json.dumps(status_as_dict(status_with(READY, router_alive=True))))
     assert told["models"][0]["groups"][0]["state"] == "GROUP_STATE_READY"
-    assert told["models"][0]["groups"][0]["restarts"] == 0
+    assert told["models"][0]["groups"][0]["seconds_in_state"] == 0
 
 
 def test_changes_of_a_running_service_are_told_once() -> None:
