@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import math
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -38,14 +41,15 @@ class RouterActor:
     Nothing in it depends on whoever created it: when the controller is gone, the router goes on.
     """
 
-    def __init__(self, config: RouterConfig, log_level: str) -> None:
+    def __init__(self, config: RouterConfig, log_level: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         configure_logging(log_level)
         take_spare()
         give_way()
         self._config = config
         self._stop = asyncio.Event()
         self._end = Outcome(message="stopped")
-        self._grace_s = config.grace_s
+        self._clock = clock
+        self._end_by_s = math.inf  # time of the clock; infinity: nobody has said it
         self._is_ready = asyncio.Event()
         self._place: RouterPlace | None = None
         self._run: asyncio.Task[Outcome] | None = None
@@ -79,10 +83,14 @@ class RouterActor:
             self._is_ready.set()
 
         try:
-            await run_router(self._config, stop=self._stop, on_ready=on_ready, grace_s=lambda: self._grace_s)
+            await run_router(self._config, stop=self._stop, on_ready=on_ready, grace_s=self._left_s)
         except RouterConfigError as error:
             return Outcome(message=str(error))
         return self._end
+
+    def _left_s(self) -> float:
+        """Return how long requests in flight may take, when it was not ready for its time."""
+        return self._config.grace_s if self._end_by_s == math.inf else max(0.0, self._end_by_s - self._clock())
 
     def _on_sigterm(self) -> None:
         if not self._stop.is_set():  # else Ray ends what was asked to end
@@ -97,6 +105,9 @@ class RouterActor:
         return self._place
 
     async def stop(self, grace_s: float) -> None:
-        """Say that it is not ready, finish the requests in flight and end, all within `grace_s`."""
-        self._grace_s = max(0.0, grace_s - self._config.unready_s)
+        """Say that it is not ready, finish the requests in flight and end, all within `grace_s`.
+
+        When it is told again, it has ended by the earlier of the two times.
+        """
+        self._end_by_s = min(self._end_by_s, self._clock() + grace_s)
         self._stop.set()

@@ -79,7 +79,7 @@ async def run_router(
         config: what to serve and where to listen.
         stop: set by the caller.
         on_ready: called once, when all listeners are bound and serve. Whether a replica is ready, health says.
-        grace_s: asked when `stop` is set; None: what the configuration says.
+        grace_s: asked when `stop` has been set for `unready_s`; None: what the configuration says.
         load_tokenizer: reads a revision's tokenizer from its folder, in a thread; None: as model_files.py does.
         tracer: makes the spans of requests; None: what the configuration says.
 

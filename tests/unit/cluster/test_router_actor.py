@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
+from helpers.cluster import FakeClock
 
 from cluster import router_actor
 from cluster.router_actor import RouterActor
@@ -19,21 +20,29 @@ def graces_s() -> list[float]:
 
 
 @pytest.fixture
-def actor(monkeypatch: pytest.MonkeyPatch, graces_s: list[float]) -> RouterActor:
-    """One whose router does nothing until it is told to end."""
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch, clock: FakeClock, graces_s: list[float]) -> RouterActor:
+    """One whose router does nothing until it is told to end, and was not ready for 8 s then."""
+
+    begun_s = clock()
 
     async def run_router(
         config: RouterConfig, *, stop: asyncio.Event, on_ready: Callable[..., None], grace_s: Callable[[], float]
     ) -> None:
         on_ready(BoundAddresses(grpc="h:1", http=None, metrics=None))
         await stop.wait()
+        clock.now_s = begun_s + config.unready_s
         graces_s.append(grace_s())
 
     for name in ("configure_logging", "take_spare", "give_way", "on_sigterm", "RouterPlace"):
         monkeypatch.setattr(router_actor, name, lambda *_, **__: None)
     monkeypatch.setattr("router.app.run_router", run_router)
     monkeypatch.setattr(router_actor.ray, "get_runtime_context", lambda: _Context())
-    return RouterActor(RouterConfig(control="127.0.0.1:1", grace_s=30.0, unready_s=8.0), "warning")
+    return RouterActor(RouterConfig(control="127.0.0.1:1", grace_s=30.0, unready_s=8.0), "warning", clock=clock)
 
 
 class _Context:
@@ -68,6 +77,19 @@ async def test_time_in_which_it_is_not_ready_is_of_the_grace_that_it_is_told(
         actor._on_sigterm()
     else:
         await actor.stop(within_s)
+    async with asyncio.timeout(60):
+        await actor.ended()
+    assert graces_s == [grace_s]
+
+
+@pytest.mark.parametrize(("again_s", "grace_s"), [(14.0, 12.0), (60.0, 12.0), (4.0, 2.0), (1.0, 0.0)], ids=str)
+async def test_router_that_is_told_again_while_it_is_not_ready_ends_by_the_earlier_time(
+    actor: RouterActor, clock: FakeClock, graces_s: list[float], again_s: float, grace_s: float
+) -> None:
+    await actor.begin()
+    await actor.stop(20.0)
+    clock.advance(6.0)
+    await actor.stop(again_s)  # as a new controller does, which goes on with the stop of the one before
     async with asyncio.timeout(60):
         await actor.ended()
     assert graces_s == [grace_s]
