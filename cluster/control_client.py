@@ -9,6 +9,7 @@ import grpc
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
+from cluster.cli_flags import MAX_TIMEOUT_S
 from cluster.errors import ClusterConfigError, ClusterError, ControllerError
 from cluster.settings_json import settings_json
 from router.tls import InnerTls, connect_blocking
@@ -101,7 +102,8 @@ class ControlClient:
 
     def shut_down(self, grace_s: float) -> None:
         """Stop everything; returns when it has stopped. Raises ControllerError."""
-        self._call(self._stub.Shutdown, control_pb2.ShutdownRequest(grace_s=grace_s), grace_s + self._timeout_s)
+        timeout_s = min(grace_s, MAX_TIMEOUT_S) + self._timeout_s  # settings take longer ones than gRPC does
+        self._call(self._stub.Shutdown, control_pb2.ShutdownRequest(grace_s=grace_s), timeout_s)
 
     def _call(self, method: Callable[..., _AnswerT], request: object, timeout_s: float) -> _AnswerT:
         try:

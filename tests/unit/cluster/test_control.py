@@ -186,6 +186,13 @@ async def test_operator_sees_status_and_shuts_down(running: Running) -> None:
     assert state.grace_s == 3.0
 
 
+async def test_grace_that_is_longer_than_any_time_of_grpc_is_given(running: Running) -> None:
+    state, _, address = running
+    with ControlClient(address) as client:
+        await asyncio.to_thread(client.shut_down, 1e15)  # the longest `router.grace_s`
+    assert state.grace_s == 1e15
+
+
 async def test_operator_changes_what_is_wanted(running: Running) -> None:
     state, _, address = running
 
