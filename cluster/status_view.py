@@ -185,8 +185,7 @@ class StartView:
 
     def _show_group(self, group: control_pb2.GroupStatus) -> None:
         state = state_name(group)
-        is_whole = state == "ready" or not group.detail  # what is ready is told of at the end
-        text = state if is_whole else f"{state}: {group.detail}"
+        text = state if state == "ready" else _why(state, group.detail)  # what is ready is told of at the end
         if group.group_id not in self._tasks:
             self._tasks[group.group_id] = self._bars.add_task(group.group_id, total=1.0, state=text)
         self._bars.update(self._tasks[group.group_id], completed=group.progress, state=text)
@@ -219,9 +218,12 @@ def _states(status: control_pb2.GetStatusResponse) -> dict[str, str]:
             states[model.name] = last and f"{last} (scales from {bounds(model)})"
         for group in model.groups:
             name = state_name(group)
-            shown = name == "ready" or not group.detail
-            states[group.group_id] = f"{name} as {group.replica_id}" if shown else f"{name}: {group.detail}"
+            states[group.group_id] = f"{name} as {group.replica_id}" if name == "ready" else _why(name, group.detail)
     for router in status.routers:
         state = router_state(alive=router.alive, draining=router.draining).plain
-        states[router.router_id] = f"alive with pid {router.pid}" if state == "alive" else f"{state}: {router.detail}"
+        states[router.router_id] = f"alive with pid {router.pid}" if state == "alive" else _why(state, router.detail)
     return states
+
+
+def _why(state: str, detail: str) -> str:
+    return f"{state}: {detail}" if detail else state

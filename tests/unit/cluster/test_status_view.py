@@ -54,7 +54,7 @@ def test_changes_of_a_running_service_are_told_once() -> None:
     assert lines == [
         "m-0: pending: why",
         "m-0: ready as ",
-        "router-0: not alive: ",
+        "router-0: not alive",
         "controller: restarted 1 times, now with pid 4711",
     ]
     del last.models[:]
@@ -165,7 +165,7 @@ def test_status_tells_that_the_service_stops() -> None:
         assert ("the service is stopping" in out.getvalue().splitlines()[0]) is stopping
 
 
-def test_router_that_finishes_its_requests_is_told_to_drain() -> None:
+def test_router_that_finishes_its_requests_is_told_to_drain_and_to_have_ended() -> None:
     status = status_with(READY, router_alive=True)
     out = io.StringIO()
     view = ChangeView(Console(file=out, width=80))
@@ -173,6 +173,12 @@ def test_router_that_finishes_its_requests_is_told_to_drain() -> None:
     status.routers[0].draining, status.routers[0].detail = True, "finishes its requests"
     view.show(status)
     assert out.getvalue().endswith(" router-0: draining: finishes its requests\n")
+    stopped = status_with(control_pb2.GROUP_STATE_STOPPED, router_alive=False)
+    stopped.models[0].groups[0].detail = ""
+    view.show(stopped)
+    assert [line.split(" ", 1)[1] for line in out.getvalue().splitlines()[-2:]] == [
+        "m-0: stopped", "router-0: not alive"
+    ]  # fmt: skip
     out = io.StringIO()
     print_status(Console(file=out, width=80), status)
     lines = out.getvalue().splitlines()
