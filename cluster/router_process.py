@@ -141,6 +141,8 @@ class RouterProcess:
 
     def _begin_life(self, now_s: float) -> None:
         self.lifecycle.placed(now_s)
+        if self.is_adopting:
+            self.lifecycle.starting("a new controller looks for its process")
         self._task = asyncio.create_task(self._run(adopts=self.is_adopting))
         self._task.add_done_callback(lambda _: self._on_change())
 

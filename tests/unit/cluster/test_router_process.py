@@ -203,6 +203,7 @@ async def test_a_router_of_which_ray_does_not_tell_at_once_is_adopted_all_the_sa
     fake_ray.may_answer.set()
     router = _wanted(adopts=True)
     router.reconcile()
+    assert router.status().detail == "a new controller looks for its process"
     async with asyncio.timeout(10):
         while router.is_adopting:
             router.reconcile()
