@@ -247,7 +247,8 @@ async def test_several_routers_share_ports_that_the_controller_holds_and_none_is
         each.close()
     ray.saved = None
     controller, _ = await start()
-    assert [router.record for router in routers_of(controller)] == [RouterRecord(grpc=0, http=0, metrics=0)]
+    assert [router.record for router in routers_of(controller)] == [RouterRecord(grpc=0, http=0, metrics=0, restarts=0)]
+    assert parts(controller)._service._num_restarts == 0
     assert parts(controller)._shared_ports == []
 
 
