@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _MAX_CHECKS = 5
 """How often one rollout reads its model, off the event loop: again whenever somebody has changed it meanwhile."""
 _MAX_READERS = 16
+_BY_OPERATOR = "by an operator"
 
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ class WantedModels:
             self._want(with_texts(wanted, texts, before=self.current), changes)
         return changes
 
-    def scale(self, name: str, replicas: int, *, reason: str = "by an operator") -> int:
+    def scale(self, name: str, replicas: int, *, reason: str = _BY_OPERATOR) -> int:
         """Want so many replicas of a model, for a reason; return how many were wanted before.
 
         Raises:
@@ -106,8 +107,7 @@ class WantedModels:
         if before.replicas != replicas:
             text = f"{before.replicas} -> {replicas}: {reason}"
             change = Change(kind=ChangeKind.SCALE, name=before.name, details=(text,))
-            self._want(scale(self.current, name, replicas), [change])
-            self.scalings[before.name] = LastScaling(text=text, time_s=self._clock())
+            self._want(scale(self.current, name, replicas), [change], reason=reason)
         return before.replicas
 
     async def roll(self, name: str, settings: Mapping[str, Any]) -> tuple[Change, int]:
@@ -157,13 +157,18 @@ class WantedModels:
     async def _read(self, read: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._readers, read)
 
-    def _want(self, wanted: Models, changes: Sequence[Change]) -> None:
+    def _want(self, wanted: Models, changes: Sequence[Change], *, reason: str = _BY_OPERATOR) -> None:
         self.check_open()  # others went on while models were read
         for model in wanted.values():
             check_section(model.current.section)  # what is saved must be read by a successor
         removed = self.current.keys() - wanted.keys()
         self.next_revisions |= {name: self.current[name].next_number for name in removed}
         self.scalings = {name: scaling for name, scaling in self.scalings.items() if name in wanted}
+        for name, model in wanted.items():
+            before = self.current.get(name, model).replicas
+            if before != model.replicas:  # other bounds have an effect on it as well
+                text = f"{before} -> {model.replicas}: {reason}"
+                self.scalings[name] = LastScaling(text=text, time_s=self._clock())
         self.current = dict(wanted)
         for change in changes:
             details = "; ".join(change.details)

@@ -238,6 +238,7 @@ async def test_apply_keeps_the_number_and_follows_the_bounds(folder: Path) -> No
     assert await service.apply(min_replicas=1, replicas=2) == []
     assert service.wanted == 4
     assert await service.apply(min_replicas=1, max_replicas=3) == ["replicas: 4 -> 3", "max_replicas: 4 -> 3"]
+    assert service.status().autoscaling.last_change == "4 -> 3: by an operator"
     assert await service.apply(min_replicas=1, max_replicas=3, autoscaling=None) == [
         "replicas: 3 -> 1",
         "autoscaling: target_requests 10.0, target_kv_usage 0.8, target_goodput 0.95, window_s 10.0, "
