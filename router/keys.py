@@ -64,13 +64,17 @@ class Bucket:
 
     def wait_s(self, now_s: float) -> float:
         """Time until something may be taken; 0: now."""
-        self.level = min(max(self.per_minute, 1.0), self.level + (now_s - self.filled_s) * self.per_minute / 60)
-        self.filled_s = now_s
+        self._fill(now_s)
         return 0.0 if self.level >= 1 else (1 - self.level) * 60 / self.per_minute
 
-    def take(self, amount: float) -> None:
+    def take(self, amount: float, now_s: float) -> None:
         """Take this much, whether it is there or not."""
+        self._fill(now_s)  # first: what there was no room for until now pays for nothing
         self.level -= amount
+
+    def _fill(self, now_s: float) -> None:
+        self.level = min(max(self.per_minute, 1.0), self.level + (now_s - self.filled_s) * self.per_minute / 60)
+        self.filled_s = now_s
 
 
 @dataclass(slots=True)
@@ -108,13 +112,13 @@ class Tenant:
                 f"key {self.name!r} has used its {what}; allowed: {bucket.per_minute:g} a minute", retry_after_s=wait_s
             )
         if self._requests is not None:
-            self._requests.take(1)
+            self._requests.take(1, now_s)
         request.is_counted = True
 
     def spend(self, num_tokens: int) -> None:
         """Count tokens of a prompt or of an answer. A request that is under way is never cut off for them."""
         if self._tokens is not None:
-            self._tokens.take(num_tokens)
+            self._tokens.take(num_tokens, self._clock())
 
     def keep_rates_of(self, before: "Tenant") -> None:
         """Go on with what was left of the rates that have not changed."""

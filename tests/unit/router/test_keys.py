@@ -67,6 +67,17 @@ def test_requests_and_tokens_are_limited_and_come_back_with_time(write: Callable
     alice.admit(OneRequest())
 
 
+def test_tokens_that_come_late_are_owed_all_the_same(write: Callable[..., Path]) -> None:
+    now_s = [100.0]
+    alice = ring(write({"tokens_per_minute": 600}), now_s).identify(f"Bearer {ALICE}")
+    alice.admit(OneRequest())
+    now_s[0] += 600  # as where it waits for a model that is started for it
+    alice.spend(900)
+    with pytest.raises(RateLimitedError, match="its tokens; allowed: 600 a minute") as refused:
+        alice.admit(OneRequest())
+    assert refused.value.retry_after_s == pytest.approx(30.1)
+
+
 @pytest.mark.parametrize(("num_tokens", "longer"), [(60, "tokens"), (10, "requests")])
 def test_who_has_used_both_rates_is_told_the_longer_wait(
     write: Callable[..., Path], num_tokens: int, longer: str
