@@ -26,6 +26,9 @@ _MAX_BEHIND = 16
 _LAST_BODY_S = 2.0
 """How long a server that stops waits for the rest of a body."""
 
+_FAREWELL_S = 1.0
+"""How often a server that stops looks whether a connection is closed but for the client's part of TLS."""
+
 _TOO_LARGE = "The request's head is too large."
 _STOPS = "The router stops, and the request took longer than it waits."
 _TOO_SLOW = "The request's body did not come within {:g} s."
@@ -45,6 +48,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _is_continuing = False
     _num_head_bytes = 0
     _num_unsent = 0
+    _waits_for_farewell = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -52,11 +56,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_limit = _TimeLimit(self.loop, self.limits.head_timeout_s, transport.close)
         self._body_limit = _TimeLimit(self.loop, self.limits.body_timeout_s, self._end_body)
         self._write_limit = _TimeLimit(self.loop, self.limits.write_timeout_s, self._end_unless_taken)
+        self._farewell_limit = _TimeLimit(self.loop, _FAREWELL_S, self._end_without_farewell)
         self._head_limit.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
-        for limit in (self._head_limit, self._body_limit, self._write_limit):
+        for limit in (self._head_limit, self._body_limit, self._write_limit, self._farewell_limit):
             limit.stop()
         self.pipeline.clear()
         if self._answered is not None and not self._answered.response_complete:
@@ -88,6 +93,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """See uvicorn: the server stops. A request whose body is not there yet has not begun, and waits no longer."""
         super().shutdown()
+        if self.scheme == "https":
+            self._farewell_limit.start()
         if self._is_in_body and not self.pipeline:
             self._body_limit.limit_s = min(_LAST_BODY_S, self.limits.body_timeout_s)
             self._body_limit.start()
@@ -202,6 +209,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._watch_rest()
         if self._num_unsent >= before:
             self.transport.abort()
+
+    def _end_without_farewell(self) -> None:
+        """Cut off a client that has its answers and does not read that TLS ends, as one does whose connection is idle:
+        for half a minute asyncio waits for its part, and so would a stop. It has from one look to the next."""
+        waited = self._waits_for_farewell
+        self._waits_for_farewell = self.transport.is_closing() and not self.transport.get_write_buffer_size()
+        if waited and self._waits_for_farewell:
+            self.transport.abort()
+        else:
+            self._farewell_limit.start()
 
     def _end_body(self) -> None:
         """Answer 408, where nothing is answered yet, and close."""

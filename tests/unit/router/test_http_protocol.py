@@ -315,6 +315,30 @@ async def test_client_that_leaves_the_end_of_an_answer_is_cut_off() -> None:
             await serving
 
 
+async def test_server_that_stops_lets_tls_clients_take_the_end_of_their_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Leaving(_Transport):
+        def get_write_buffer_size(self) -> int:
+            return super().get_write_buffer_size() - 1
+
+        def is_closing(self) -> bool:
+            return True
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(http_protocol, "_FAREWELL_S", 0.01)
+    protocol = bounded_protocol(ClientConfig())(uvicorn.Config(_no_app), ServerState(), {})
+    slow = Leaving(num_unsent=100, taken=10)
+    slow._extra = {"sslcontext": True}
+    protocol.connection_made(slow)
+    protocol.shutdown()
+
+    await asyncio.wait_for(slow.aborted.wait(), 10)
+    assert slow.num_unsent == 1
+    protocol.connection_lost(OSError())
+
+
 async def test_half_a_body_does_not_keep_a_server_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "_LAST_BODY_S", 0.05)
     async with FakeReplica("a", paused=True) as a:

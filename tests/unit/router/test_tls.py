@@ -207,6 +207,48 @@ async def test_clients_with_certificates_speak_tls_1_3(ca: trustme.CA, tmp_path:
                 await asyncio.to_thread(shake_hands, router, context)
 
 
+async def test_stop_does_not_wait_for_clients_that_keep_a_connection_and_read_no_more(
+    ca: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http_protocol._FAREWELL_S", 0.05)
+    context = ssl.create_default_context(cadata=ca.cert_pem.bytes().decode())
+
+    def ask(router: RunningRouter, max_tokens: int) -> ssl.SSLSocket:
+        port = int(router.addresses.http.rpartition(":")[2])
+        client = context.wrap_socket(socket.create_connection(("localhost", port)), server_hostname="localhost")
+        client.settimeout(10)
+        body = b'{"prompt": "hello", "stream": true, "max_tokens": %d}' % max_tokens
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
+        return client
+
+    def read_answer(client: ssl.SSLSocket) -> bytes:
+        answer = b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += client.recv(65536) or pytest.fail("it was cut off")
+        return answer
+
+    tls = listener_files(ca, tmp_path / "router", is_mutual=False)
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(a.address, tls=tls, http_port=0, grace_s=3600.0)) as router,
+    ):
+        idle = await asyncio.to_thread(ask, router, 1)
+        await a.wait_until(lambda: a.num_requests == 1)
+        await a.step()
+        await asyncio.to_thread(read_answer, idle)
+        busy = await asyncio.to_thread(ask, router, 3)
+        await a.wait_until(lambda: a.num_requests == 1)
+        router.stop.set()
+        await a.step(2)
+        assert not router.task.done()
+        a.resume()
+        assert b"[DONE]" in await asyncio.to_thread(read_answer, busy)
+        await asyncio.wait_for(router.task, 20)  # asyncio itself waits for 30 s
+        idle.close()
+        busy.close()
+
+
 async def greets(replica: FakeReplica, tls: InnerTls | None) -> bool:
     """Whether the replica answers a hello over a connection of its own."""
     async with connect(replica.address, tls, ()) as channel:
