@@ -319,12 +319,15 @@ class RankLink:
             has_ended.set()
 
     def _watch(self, monitor: int, has_ended: threading.Event, on_lost: Callable[[GroupFailedError], object]) -> None:
-        """Look at the descriptor alone, which any thread may: what it tells of stays there until the rank reads it."""
+        """Look at the descriptor, which any thread may: what it tells of stays there until the rank reads it.
+
+        A rank that has read of the end takes what came before it, and may wait in that.
+        """
         poller = select.poll()
         poller.register(monitor, select.POLLIN)
         num_looks = 0
         while not has_ended.wait(_LOOK_S):
-            num_looks = num_looks + 1 if poller.poll(0) else 0
+            num_looks = num_looks + 1 if self._peer.was_gone or poller.poll(0) else 0
             if num_looks == _NUM_LOOKS:
                 on_lost(self._lost_leader())
                 return
@@ -390,7 +393,8 @@ class _Peer:
         self.socket.set(zmq.LINGER, _LINGER_MS)
         self.socket.set(zmq.IPV6, 1)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
-        self._is_gone = False
+        self.was_gone = False
+        """What `is_gone` said last; any thread may read it."""
         self._has_met = False
         self._connections: set[int] = set()
         """Connections by file descriptor, the other side's and earlier ones: which has shaken hands is not told."""
@@ -406,7 +410,7 @@ class _Peer:
 
         Others who knock are turned away. Those before it may delay this, until their time for a handshake is over.
         """
-        while not self._is_gone and _is_readable(self.monitor):
+        while not self.was_gone and _is_readable(self.monitor):
             event = recv_monitor_message(self.monitor)
             match event["event"]:
                 case zmq.EVENT_ACCEPTED if not self._has_met:
@@ -418,8 +422,8 @@ class _Peer:
                     self._has_met = True
                 case zmq.EVENT_DISCONNECTED:
                     self._connections.discard(event["value"])
-                    self._is_gone = self._has_met and not self._connections
-        return self._is_gone
+                    self.was_gone = self._has_met and not self._connections
+        return self.was_gone
 
     def try_send(self, message: _ToRank | _ToLeader) -> None:
         """Send if the other side is there to take it."""

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import select
 import signal
 import socket
 import struct
@@ -487,6 +488,38 @@ def test_a_leader_that_is_lost_within_a_step_is_told_to_whoever_watches(monkeypa
     for peer in leader._peers.values():
         peer.close()
     assert str(told.get(timeout=120)) == "rank 5 lost its leader: it died, hangs or is cut off"
+    may_end.set()
+    rank.join(120)
+    leader._local.close()
+    leader._context.term()
+
+
+def test_a_leader_whose_last_plan_was_taken_after_its_end_is_told_to_whoever_watches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rank has read of the end then: the monitor tells of it no more."""
+    monkeypatch.setattr("workers.transport._LOOK_S", 0.02)
+    monkeypatch.setattr("workers.transport._NUM_LOOKS", 50)
+    leader = LeaderLink(HOST, [5])
+    address, _, _ = leader.endpoints[5].partition(" ")
+    told: queue.Queue[GroupFailedError] = queue.Queue()
+    may_end = threading.Event()
+
+    def run() -> None:
+        with RankLink(f"{address} weft-nowhere", 5) as link:
+            link.report(0, 120.0)
+            with link.watched(told.put):
+                assert select.select([link._peer.monitor.fileno()], [], [], 120)[0], "it is busy until the end"
+                link.receive_plan()
+                may_end.wait(120)
+
+    rank = in_thread(run)
+    leader.gather(120.0)
+    leader.proceed(0)
+    leader.send_plan(plan(1))
+    for peer in leader._peers.values():
+        peer.close()
+    assert str(told.get(timeout=30)) == "rank 5 lost its leader: it died, hangs or is cut off"
     may_end.set()
     rank.join(120)
     leader._local.close()
