@@ -1,5 +1,6 @@
 """Spans by OpenTelemetry: made, sampled, exported. Imported only when tracing is on; spans.py says which there are."""
 
+import threading
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +17,7 @@ from router.config import TraceProtocol, TracingConfig
 from router.spans import TraceContext
 
 _EXPORT_TIMEOUT_S = 5.0
+"""How long a collector may take for a batch, and at the end for all that is left."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -99,8 +101,13 @@ class OtelTracer:
         return OtelSpan(self._tracer, self._tracer.start_span(name, kind=SpanKind.CLIENT))
 
     def close(self) -> None:
-        """Export what is left. Blocks for a while when nobody takes it."""
-        self._provider.shutdown()
+        """Export what is left. Blocks for a while when nobody takes it, and then leaves it to the end of the process.
+
+        The provider's own patience is for each of its batches, which are several under load.
+        """
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(_EXPORT_TIMEOUT_S)
 
 
 def _exporter(config: TracingConfig) -> SpanExporter:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from helpers.otlp import Collector, running_collector, spans_of
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from router.config import TraceProtocol, TracingConfig
 from router.errors import RouterConfigError
 from router.spans import NO_SPAN, NO_TRACER, Tracer, check_tracing, make_tracer, read_context
+from router.tracing import OtelTracer
 
 
 @pytest.fixture
@@ -80,6 +82,24 @@ def test_ratio_of_zero_traces_no_request_without_a_context(grpc_collector: Colle
     tracer.accept("lost", ()).end()
     tracer.close()
     assert grpc_collector.spans == []
+
+
+def test_a_collector_that_takes_nothing_delays_the_end_by_one_timeout_however_much_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    class Waits(SpanProcessor):
+        def shutdown(self) -> None:
+            may_end.wait(30)
+            has_ended.set()
+
+    monkeypatch.setattr("router.tracing._EXPORT_TIMEOUT_S", 0.01)
+    provider = TracerProvider()
+    provider.add_span_processor(Waits())
+    OtelTracer(provider).close()
+    assert not has_ended.is_set()
+    may_end.set()
 
 
 def test_no_endpoint_means_nothing_at_all() -> None:
