@@ -331,6 +331,56 @@ def test_a_rank_that_hangs_is_named_where_others_only_waited_for_it(error: Excep
     leader.close()
 
 
+def test_what_ranks_say_a_moment_after_the_first_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.transport._EVIDENCE_S", 60.0)
+    leader = LeaderLink(HOST, [1, 2])
+    is_first_seen = threading.Event()
+
+    def run(rank: int) -> None:
+        with contextlib.suppress(ValueError), RankLink(leader.endpoints[rank], rank) as link:
+            link.report(0, 120.0)
+            if rank == 2:
+                is_first_seen.wait(120)
+            raise ValueError(f"of {rank}")
+
+    look = leader._look
+
+    def look_and_tell() -> None:
+        look()
+        if leader._failures:
+            is_first_seen.set()
+
+    monkeypatch.setattr(leader, "_look", look_and_tell)
+    threads = [in_thread(partial(run, rank)) for rank in (1, 2)]
+    leader.gather(120.0)
+    leader.proceed(0)
+    with pytest.raises(GroupFailedError, match="rank 1 failed: ValueError: of 1; rank 2 failed: ValueError: of 2"):
+        check_until_it_fails(leader)
+    for thread in threads:
+        thread.join()
+    leader.close()
+
+
+def test_a_rank_elsewhere_that_died_is_not_said_to_hang_when_a_plan_finds_nobody() -> None:
+    leader = LeaderLink(HOST, [1])
+    address, _, _ = leader.endpoints[1].partition(" ")
+
+    def run() -> None:
+        link = RankLink(f"{address} weft-nowhere", 1)
+        link.report(0, 120.0)
+        link._peer.close()  # as if the process had died
+
+    in_thread(run)
+    leader.gather(120.0)
+    monitor = leader._peers[1].monitor.fileno()
+    assert not leader._peers[1].is_gone()
+    leader.proceed(0)
+    assert select.select([monitor], [], [], 120)[0]
+    with pytest.raises(GroupFailedError, match="rank 1 died, hangs or is cut off"):
+        send_many(leader, 100_000)
+    leader.close()
+
+
 def test_a_slow_rank_is_an_error_that_names_it() -> None:
     leader, _ = start(1)
     with pytest.raises(GroupFailedError, match=r"rank 1 did not answer within 0\.2 s"):
