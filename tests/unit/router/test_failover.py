@@ -112,6 +112,20 @@ async def test_lone_replica_that_comes_back_gets_its_requests_again() -> None:
     assert a.num_connections == 2
 
 
+async def test_request_that_comes_before_the_first_replica_waits_for_it_and_may_fill_its_context() -> None:
+    a = FakeReplica("a", max_context=20)
+    port = int((await a.start()).rpartition(":")[2])
+    await a.die()
+    async with running_router(router_config(a.address, failover=FailoverConfig(new_request_wait_s=60.0))) as router:
+        answering = asyncio.create_task(router.generate(pb.GenerateRequest(model="tiny", text="hello")))
+        await router.stub.ListModels(pb.ListModelsRequest())  # what came before it has begun
+        await a.start(port)
+        answer = await answering
+    await a.die()
+    (submit,) = a.submits
+    assert submit.sampling.max_tokens == len(answer.token_ids) == 20 - len(prompt_ids("hello"))
+
+
 async def test_gap_in_the_frame_numbers_breaks_the_stream() -> None:
     async with (
         FakeReplica("a", paused=True) as a,
