@@ -458,9 +458,9 @@ def run_world(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Count
     taken: Counter[int] = Counter()
     take = keys.Bucket.take
 
-    def note_taken(bucket: keys.Bucket, amount: float) -> None:
+    def note_taken(bucket: keys.Bucket, amount: float, now_s: float) -> None:
         taken[id(bucket)] += int(amount)
-        take(bucket, amount)
+        take(bucket, amount, now_s)
 
     async def main(loop: VirtualLoop) -> Counter[str]:
         world = World(loop, rng, folder, log)
