@@ -553,12 +553,13 @@ def test_a_leader_whose_last_plan_was_taken_after_its_end_is_told_to_whoever_wat
     leader = LeaderLink(HOST, [5])
     address, _, _ = leader.endpoints[5].partition(" ")
     told: queue.Queue[GroupFailedError] = queue.Queue()
-    may_end = threading.Event()
+    is_busy, may_end = threading.Event(), threading.Event()
 
     def run() -> None:
         with RankLink(f"{address} weft-nowhere", 5) as link:
             link.report(0, 120.0)
             with link.watched(told.put):
+                is_busy.set()
                 assert select.select([link._peer.monitor.fileno()], [], [], 120)[0], "it is busy until the end"
                 link.receive_plan()
                 may_end.wait(120)
@@ -567,6 +568,7 @@ def test_a_leader_whose_last_plan_was_taken_after_its_end_is_told_to_whoever_wat
     leader.gather(120.0)
     leader.proceed(0)
     leader.send_plan(plan(1))
+    assert is_busy.wait(120)  # else it reads of the end before the watch
     for peer in leader._peers.values():
         peer.close()
     assert str(told.get(timeout=30)) == "rank 5 lost its leader: it died, hangs or is cut off"
