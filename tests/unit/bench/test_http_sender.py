@@ -136,6 +136,20 @@ async def test_an_answer_whose_reason_to_end_is_an_empty_text_goes_on(is_whole: 
     assert received == ([1, 1, 0] if is_whole else [1, 1])
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_an_answer_that_the_service_gives_up_is_a_failure(reason: str) -> None:
+    """However soon it came: it keeps no target, and its few tokens count nowhere."""
+
+    async def complete(request: web.Request) -> web.Response:
+        end = {"choices": [{"text": "", "finish_reason": reason}], "usage": ONE_TOKEN["usage"]}
+        return web.Response(body=streamed({"choices": [{"text": "a"}]}, end))
+
+    async with answering(complete) as sender:
+        with pytest.raises(CallError, match=f"^the service ended the answer: {reason}$") as failed:
+            await sender.send(Call(prompt=(1,), num_out=4), "", lambda _: None)
+    assert failed.value.kind is ErrorKind.CANCELLED
+
+
 @pytest.mark.parametrize("status", [200, 400])
 @pytest.mark.parametrize(("code", "kind"), [(400, ErrorKind.BAD_REQUEST), (None, ErrorKind.SERVER)])
 @pytest.mark.parametrize("is_flat", [True, False])
