@@ -174,6 +174,8 @@ class CompletionsUser(HttpUser):
                         num_tokens = chunk.usage.completion_tokens
                     if chunk.error is not None:
                         error = RuntimeError(chunk.reason)
+                    if any(choice.is_given_up for choice in choices):
+                        error = RuntimeError("the service ended the answer")
             except (requests.RequestException, ValueError) as broken:  # it broke off, or is no JSON
                 error = broken
         if error is None and not (has_end and num_tokens):

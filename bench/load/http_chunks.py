@@ -44,6 +44,11 @@ class ChunkChoice(Struct):
         return bool(self.finish_reason)
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether vLLM, SGLang or Weft end it unfinished: a short answer would else look like a fast one."""
+        return self.finish_reason in ("abort", "error")
+
+    @property
     def has_text(self) -> bool:
         """Whether a piece of the answer comes with it: the first chunk of a chat may have none."""
         return bool(self.text or (self.delta and self.delta.has_text))

@@ -24,9 +24,6 @@ from bench.load.sender import Received, ServedModel, Target, choose_model
 _END_TIMEOUT_S = 0.01
 """For the end of a response that is complete: a slot of a closed loop waits for it."""
 
-_BROKEN_OFF = ("abort", "error")
-"""How vLLM, SGLang and Weft end an answer that they give up. A short one would else look like a fast one."""
-
 _KINDS = {
     HTTPStatus.UNAUTHORIZED: ErrorKind.UNAUTHENTICATED,
     HTTPStatus.FORBIDDEN: ErrorKind.UNAUTHENTICATED,
@@ -126,7 +123,7 @@ async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usa
         if chunk.error is not None:
             raise CallError(_kind_of_error(chunk.error), chunk.reason)
         for choice in chunk.choices or ():
-            if choice.finish_reason in _BROKEN_OFF:
+            if choice.is_given_up:
                 raise CallError(ErrorKind.CANCELLED, f"the service ended the answer: {choice.finish_reason}")
             if choice.has_text:
                 received(1)

@@ -104,7 +104,9 @@ async def test_more_requests_than_a_pool_has_connections_are_sent_at_once() -> N
         await asyncio.gather(*(sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None) for _ in range(number)))
 
 
-@pytest.mark.parametrize(("details", "cached"), [({"cached_tokens": 3}, 3), ({"cached_tokens": None}, 0), (None, 0)])
+@pytest.mark.parametrize(
+    ("details", "cached"), [({"cached_tokens": 3}, 3), ({"cached_tokens": None}, 0), ({}, 0), (None, 0)]
+)
 async def test_end_without_text_is_a_time_and_usage_is_the_last_that_came(
     details: dict[str, int | None] | None, cached: int
 ) -> None:

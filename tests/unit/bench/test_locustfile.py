@@ -30,7 +30,7 @@ WHOLE = TOKEN * 3 + USAGE + b"data: [DONE]\n\n"
 CUT = b'data: {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}\n\n'
 
 
-FAILURES = ("gone", "full", "wrong", "broken", "cut", "error")
+FAILURES = ("gone", "full", "wrong", "broken", "cut", "error", "abort")
 
 
 async def test_every_failure_over_http_is_counted_and_told(tmp_path: Path) -> None:
@@ -60,6 +60,8 @@ async def test_every_failure_over_http_is_counted_and_told(tmp_path: Path) -> No
                 return web.Response(body=CUT)
             case "error":
                 return web.Response(body=TOKEN + b'data: {"error": {"message": "no more"}}\n\n')
+            case "abort":
+                return web.Response(body=WHOLE.replace(b'"a"', b'"a", "finish_reason": "abort"'))
             case _:
                 num_whole += 1
                 response = web.StreamResponse()
@@ -83,13 +85,13 @@ async def test_every_failure_over_http_is_counted_and_told(tmp_path: Path) -> No
                 break
     sent, answered, first = rows["POST", "headers"], rows["HTTP", "complete"], rows["HTTP", "first token"]
     assert sent["num_failures"] == 3, "gone, full, wrong"
-    assert answered["num_failures"] == 3, "broken, cut, error"
+    assert answered["num_failures"] == 4, "broken, cut, error, abort"
     assert answered["num_requests"] == sent["num_requests"] - 3 > 2
     assert first["min_response_time"] > 150, "text comes long after headers and a first chunk without any"
     assert rows["HTTP", "each further token"]["min_response_time"] < 100
     assert keys == {"Bearer wk-1"}
     told = (tmp_path / "locust_failures.csv").read_text()
-    for words in ("400: no such model", "503 Server Error", "no more"):
+    for words in ("400: no such model", "503 Server Error", "no more", "the service ended the answer"):
         assert words in told
 
 
