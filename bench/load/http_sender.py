@@ -24,6 +24,10 @@ from bench.load.sender import Received, ServedModel, Target, choose_model
 _END_TIMEOUT_S = 0.01
 """For the end of a response that is complete: a slot of a closed loop waits for it."""
 
+_KEEP_ALIVE_S = 4.0
+"""Connections that nobody used for longer are left: many services end them after 5 s, and a request that is on its way
+then, as with a think time of 5 s, would fail."""
+
 _KINDS = {
     HTTPStatus.UNAUTHORIZED: ErrorKind.UNAUTHENTICATED,
     HTTPStatus.FORBIDDEN: ErrorKind.UNAUTHENTICATED,
@@ -39,7 +43,11 @@ async def connect_http(target: Target) -> AsyncIterator["HttpSender"]:
     """Connect for the length of the block. Raises RouterConfigError when a TLS file cannot be used."""
     tls = True if target.tls is None else target.tls.context
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tls),  # 0: as many connections as there are requests
+        connector=aiohttp.TCPConnector(
+            limit=0,  # as many connections as there are requests
+            ssl=tls,
+            keepalive_timeout=_KEEP_ALIVE_S,
+        ),
         timeout=aiohttp.ClientTimeout(total=target.timeout_s),
         headers={} if target.api_key is None else {"authorization": f"Bearer {target.api_key}"},
     ) as session:

@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench.errors import BenchError
+from bench.load import http_sender
 from bench.load.calls import Call
 from bench.load.http_sender import HttpSender, connect_http
 from bench.load.records import CallError, ErrorKind, Usage
@@ -69,6 +70,23 @@ async def test_answers_that_end_after_they_are_done_leave_the_connection_to_the_
         for _ in range(3):
             await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: seen.set())
     assert len(clients) == 1
+
+
+async def test_a_connection_that_the_service_may_be_about_to_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn, of vLLM and SGLang, ends one that was idle for 5 s, whatever is on its way then."""
+    assert http_sender._KEEP_ALIVE_S < 5
+    monkeypatch.setattr(http_sender, "_KEEP_ALIVE_S", 0.0)
+    clients = set()
+
+    async def complete(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        clients.add(request.transport.get_extra_info("peername"))
+        return web.Response(body=streamed(ONE_TOKEN))
+
+    async with answering(complete) as sender:
+        for _ in range(2):
+            await sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None)
+    assert len(clients) == 2
 
 
 async def test_service_that_never_ends_an_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
