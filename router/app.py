@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import random
-import resource
 import socket
 import sys
 import time
@@ -30,6 +29,7 @@ from router.metrics import RouterMetrics
 from router.metrics_listener import MetricsListener
 from router.model_files import TokenizerLoader
 from router.model_text import ModelText
+from router.open_files import allow_connections
 from router.openai import create_app
 from router.places import Places
 from router.recording import record_router
@@ -87,7 +87,7 @@ async def run_router(
         RouterConfigError: a port is taken, TLS files or the folder for recordings cannot be used, or tracing is on and
             not installed.
     """
-    _allow_connections()
+    allow_connections()  # beyond 1,024 clients would be cut off, and no replica reached
     with ExitStack() as stack:
         parts = _build(config, stop, stack, load_tokenizer=load_tokenizer, tracer=tracer)
         page = _listen_metrics(config, parts, stack)
@@ -104,13 +104,6 @@ async def run_router(
             logger.info("router %s stops", config.router_id)
             parts.changed.set()  # readiness goes first; HTTP looks at `stop` itself
             await asyncio.sleep(config.unready_s)
-
-
-def _allow_connections() -> None:
-    """Raise the limit of open files: most begin with 1,024, beyond which clients are cut off and no replica reached."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # of macOS, where "without limit" is too many
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

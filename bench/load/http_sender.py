@@ -20,6 +20,7 @@ from bench.load.calls import Call, Chat
 from bench.load.http_chunks import Chunk, ChunkError, refusal_of
 from bench.load.records import CallError, ErrorKind, Usage
 from bench.load.sender import Received, ServedModel, Target, choose_model
+from router.open_files import allow_connections
 
 _END_TIMEOUT_S = 0.01
 """For the end of a response that is complete: a slot of a closed loop waits for it."""
@@ -41,6 +42,7 @@ _KINDS = {
 @asynccontextmanager
 async def connect_http(target: Target) -> AsyncIterator["HttpSender"]:
     """Connect for the length of the block. Raises RouterConfigError when a TLS file cannot be used."""
+    allow_connections()
     tls = True if target.tls is None else target.tls.context
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -120,6 +121,16 @@ async def test_more_requests_than_a_pool_has_connections_are_sent_at_once() -> N
 
     async with answering(complete) as sender:
         await asyncio.gather(*(sender.send(Call(prompt=(1,), num_out=1), "", lambda _: None) for _ in range(number)))
+
+
+async def test_as_many_connections_are_made_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))  # as shells begin
+    try:
+        async with connect_http(Target(protocol=Protocol.HTTP, address="http://127.0.0.1:1")):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(
