@@ -33,7 +33,7 @@ from bench.load.arrivals import ClosedLoop, OpenLoop
 from bench.load.calls import Call, Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions
 from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags, SessionFlags
-from bench.load.flags import find_idle, parse_target, parse_targets
+from bench.load.flags import find_idle, parse_dataset, parse_lengths, parse_target, parse_targets
 from bench.load.grpc_sender import GrpcSender
 from bench.load.http_sender import connect_http
 from bench.load.plots import plot_sweep
@@ -588,6 +588,19 @@ def test_one_target_is_enough_to_be_sent_and_is_given_in_milliseconds() -> None:
         assert parse_target(ServiceFlags(api_key="wk-1"), PromptFlags(), goals).targets_s == sent
     assert parse_targets(GoalFlags(e2e_target=9.0, ttft_target=3.0)) == Targets(e2e_s=0.009, ttft_s=0.003)
     assert parse_targets(GoalFlags()) is None
+
+
+def test_lengths_are_from_one_token_on() -> None:
+    assert parse_lengths("--output-tokens", "1") == Lengths(low=1, high=1)
+    assert parse_lengths("--output-tokens", "1-3") == Lengths(low=1, high=3)
+    with pytest.raises(BenchConfigError, match=r"--output-tokens is '0'; allowed: a number, or a range"):
+        parse_lengths("--output-tokens", "0")
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_a_file_of_prompts_is_sent_again_only_where_a_flag_says_how_much(is_bounded: bool, tmp_path: Path) -> None:
+    dataset = parse_dataset("prompts", PromptFlags(file=tmp_path / "prompts.jsonl"), is_bounded=is_bounded)
+    assert dataset.has_end is not is_bounded
 
 
 def test_flags_that_nothing_looks_at_are_found() -> None:
