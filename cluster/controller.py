@@ -76,6 +76,7 @@ class Controller:
         self._reconciler: Reconciler | None = None
         """What runs while the controller serves; None: it does not serve yet."""
         self._goes_on = False
+        self._starting = asyncio.Lock()
         self._loop: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
         if _is_successor():
@@ -95,6 +96,14 @@ class Controller:
         """
         if self._resuming is not None:  # Ray repeats the call where the first life ended before it had answered
             await self._resuming
+        async with self._starting:  # a model may be fetched first, and another `weft serve` ask meanwhile
+            return await self._start_once(takes_over=takes_over)
+
+    async def stopped(self) -> None:
+        """Wait until the service was shut down; the actor ends soon after."""
+        await self._has_stopped.wait()
+
+    async def _start_once(self, *, takes_over: bool) -> tuple[str, bool]:
         if self._has_stopped.is_set():
             raise StartError("the service was stopped, and its controller is about to end; start another one then")
         if self._reconciler is None:
@@ -107,10 +116,6 @@ class Controller:
                 await reconciler.state.apply(self._spec.models)
             self._reconciler = await self._begin(reconciler, listener)
         return self._reconciler.address, self._goes_on
-
-    async def stopped(self) -> None:
-        """Wait until the service was shut down; the actor ends soon after."""
-        await self._has_stopped.wait()
 
     async def _resume(self) -> None:
         """Go on where the life before ended; when that cannot be, end, and Ray tries again, unless the code is why."""

@@ -209,6 +209,13 @@ async def test_a_controller_is_started_once_however_often_that_is_asked_for(ray:
     assert ray.num_begun == 1
 
 
+async def test_who_asks_for_a_service_while_it_is_started_waits_for_that(ray: Ray) -> None:
+    controller = make()
+    first, second = await asyncio.gather(controller.start(), controller.start())
+    await lose(controller)
+    assert (first, ray.num_begun) == (second, 1)
+
+
 async def test_a_controller_whose_service_was_stopped_does_not_start_another_one(ray: Ray) -> None:
     controller, _ = await start()
     controller._has_stopped.set()
