@@ -44,13 +44,13 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
     with signals_as_interrupts():
         try:
             with Service.start(spec, log_level=log_level, takes_over=takes_over) as service:
-                watch_service(service, console, spec=spec, stays=stays)
+                watch_service(service, console, stays=stays)
         except KeyboardInterrupt:
             console.print("Stopped before it was ready.")
             raise
 
 
-def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: bool) -> None:
+def watch_service(service: Any, console: Console, *, stays: bool) -> None:
     """Show how a service comes up, then, where the command stays, what changes in it until it ends; interrupts stop it.
 
     Raises StartError when it does not come up, KeyboardInterrupt when it was stopped before it was ready.
@@ -61,7 +61,12 @@ def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: b
         status = _wait_until_ready(service, console, stays=stays)
         was_ready = True
         print_addresses(
-            console, status, service.control_address, service.tls, has_https=spec.router.tls is not None, stays=stays
+            console,
+            status,
+            service.control_address,
+            service.spec.inner_tls,
+            has_https=service.spec.router.tls is not None,
+            stays=stays,
         )
         tell_slowness(console, status)
         changes = ChangeView(console)
@@ -75,8 +80,9 @@ def watch_service(service: Any, console: Console, *, spec: ClusterSpec, stays: b
         return
     except KeyboardInterrupt:
         console.print("Stopping ...")
+        router = service.spec.router
         with suppress(KeyboardInterrupt):  # a second one: nobody waits any longer
-            service.shut_down(spec.router.unready_s + spec.router.grace_s)
+            service.shut_down(router.unready_s + router.grace_s)
         if not was_ready:
             raise
     if stays:

@@ -20,7 +20,7 @@ from weft.v1 import control_pb2
 from cluster.config import ClusterSpec
 from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
-from cluster.errors import ControllerError, SavedStateError, StartError, StoppedAtStartError
+from cluster.errors import ClusterConfigError, ControllerError, SavedStateError, StartError, StoppedAtStartError
 from cluster.local_ray import has_local_ray_died, join_ray, leave_ray, logs_folder, start_local_ray
 from cluster.patience import Patience
 from cluster.preflight import check_spec
@@ -28,7 +28,7 @@ from cluster.readiness import first_failure, is_ready
 from cluster.saved_state import RayStateStore, decode
 from cluster.signals import deaf_to_signals
 from cluster.spares import SpareKind, spare_options
-from cluster.started_settings import encode_spec
+from cluster.started_settings import decode_spec, encode_spec
 from router.tls import InnerTls
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,14 @@ class Service:
     """A running service. Made by `start`; `close` always, which ends what was started on a local Ray."""
 
     def __init__(
-        self, *, control_address: str, tls: InnerTls | None, controller: Any, was_taken_over: bool = False
+        self, *, control_address: str, spec: ClusterSpec, controller: Any, was_taken_over: bool = False
     ) -> None:
         self.control_address = control_address
-        self.tls = tls
+        self.spec = spec
+        """What it was started with; of one that was taken over, which is another one where its file was changed."""
         self.was_taken_over = was_taken_over
         """Whether it ran before `start`: somebody may depend on it, whatever state it is in."""
-        self.client = ControlClient(control_address, tls=tls)
+        self.client = ControlClient(control_address, tls=spec.inner_tls)
         self._controller = controller  # an actor ends when its last handle is dropped
         self._stopped = controller.stopped.remote()  # lasts over the controller's lives
 
@@ -82,7 +83,7 @@ class Service:
         try:
             if not is_local:
                 _wait_for_end_of_stopped()
-            running = _take_over(spec.inner_tls) if takes_over else None
+            running = _take_over(spec) if takes_over else None
             if running is not None:
                 return running
             created = _create_controller(spec, is_local=is_local, log_level=log_level)
@@ -107,7 +108,7 @@ class Service:
             raise
         if goes_on:
             logger.warning(_GOES_ON)
-        return cls(control_address=address, tls=spec.inner_tls, controller=created, was_taken_over=goes_on)
+        return cls(control_address=address, spec=spec, controller=created, was_taken_over=goes_on)
 
     def status(self) -> control_pb2.GetStatusResponse:
         """Return the present state. Raises ControllerError."""
@@ -220,8 +221,10 @@ def _stop_what_began(controller: Any, started: Any, tls: InnerTls | None) -> Non
             ray.wait([controller.stopped.remote()], timeout=_STOPPED_TIMEOUT_S)
 
 
-def _take_over(tls: InnerTls | None) -> Service | None:
+def _take_over(spec: ClusterSpec) -> Service | None:
     """Return the service that the cluster has, whose `weft serve` has gone; None where it has none.
+
+    `spec` is what the caller would have started.
 
     Raises:
         StartError: its controller does not answer.
@@ -229,6 +232,7 @@ def _take_over(tls: InnerTls | None) -> Service | None:
     try:
         controller: Any = ray.get_actor(CONTROLLER_NAME)
         address, _ = ray.get(controller.start.remote(), timeout=_ANSWER_TIMEOUT_S)
+        spec = _started_with(controller) or spec
     except GetTimeoutError as error:
         raise StartError(
             f"the controller of this Ray cluster's service has not answered within {_ANSWER_TIMEOUT_S:g} s: "
@@ -237,7 +241,15 @@ def _take_over(tls: InnerTls | None) -> Service | None:
     except (ValueError, RayActorError, ActorUnschedulableError):  # there is none, or it went down with its node
         return None
     logger.warning(_GOES_ON)
-    return Service(control_address=address, tls=tls, controller=controller, was_taken_over=True)
+    return Service(control_address=address, spec=spec, controller=controller, was_taken_over=True)
+
+
+def _started_with(controller: Any) -> ClusterSpec | None:
+    """Return what a service was started with; None where its controller is of other code, which cannot say so."""
+    try:
+        return decode_spec(ray.get(controller.settings.remote(), timeout=_ANSWER_TIMEOUT_S))
+    except (AttributeError, ClusterConfigError):
+        return None
 
 
 def _why_silent() -> str:

@@ -40,7 +40,7 @@ class Cluster:
     @property
     def control_flags(self) -> list[str]:
         """By which the `weft` command reaches it."""
-        return connection_flags(self.service.control_address, self.service.tls)
+        return connection_flags(self.service.control_address, self.service.spec.inner_tls)
 
     def groups(self) -> list[control_pb2.GroupStatus]:
         return list(self.status().models[0].groups)

@@ -22,7 +22,7 @@ from cluster.errors import ClusterConfigError, StartError
 from cluster.log_reader import LogSource
 from cluster.reconciler import Reconciler
 from cluster.saved_state import RouterRecord, SavedState, decode, encode
-from cluster.started_settings import encode_spec
+from cluster.started_settings import decode_spec, encode_spec
 
 ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0}}
 
@@ -207,6 +207,7 @@ async def test_a_controller_is_started_once_however_often_that_is_asked_for(ray:
     controller, goes_on = await start(replicas=2)
     assert await controller.start() == (parts(controller).address, goes_on)
     assert ray.num_begun == 1
+    assert decode_spec(await controller.settings()).file == controller._spec.file, "for whoever takes it over"
 
 
 async def test_who_asks_for_a_service_while_it_is_started_waits_for_that(ray: Ray) -> None:

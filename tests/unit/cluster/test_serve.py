@@ -25,7 +25,7 @@ ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controll
 class InterruptedService:
     """Somebody presses Ctrl-C while it serves, and again while it stops."""
 
-    control_address, tls, was_taken_over = "127.0.0.1:50050", None, False
+    control_address, spec, was_taken_over = "127.0.0.1:50050", SPEC, False
 
     def __init__(self) -> None:
         self.graces_s: list[float] = []
@@ -57,7 +57,7 @@ def test_either_signal_is_an_interrupt(number: signal.Signals) -> None:
 
 def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     service, out = InterruptedService(), io.StringIO()
-    watch_service(service, Console(file=out), stays=True, spec=SPEC)
+    watch_service(service, Console(file=out), stays=True)
     assert service.graces_s == [38.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
 
@@ -76,7 +76,7 @@ class OrphanedService(InterruptedService):
 
 def test_controller_that_dies_when_all_is_ready_ends_nothing() -> None:
     service, out = OrphanedService(), io.StringIO()
-    watch_service(service, Console(file=out), stays=True, spec=SPEC)
+    watch_service(service, Console(file=out), stays=True)
     assert out.getvalue().startswith("Serving m: 2 replicas\n")
     assert service.graces_s == [38.0], "it was watched until Ctrl-C"
 
@@ -91,7 +91,7 @@ class SlowService(InterruptedService):
 def test_service_that_was_stopped_before_it_was_ready_was_no_success() -> None:
     service = SlowService()
     with pytest.raises(KeyboardInterrupt):
-        watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+        watch_service(service, Console(file=io.StringIO()), stays=True)
     assert service.graces_s == [38.0]
 
 
@@ -107,10 +107,10 @@ class StoppedService(InterruptedService):
 
 def test_stop_by_another_while_it_comes_up_is_an_error_only_for_who_does_not_stay() -> None:
     service, out = StoppedService(), io.StringIO()
-    watch_service(service, Console(file=out), stays=True, spec=SPEC)
+    watch_service(service, Console(file=out), stays=True)
     assert (out.getvalue(), service.graces_s) == ("Stopped before it was ready.\n", [])
     with pytest.raises(StartError, match="the service was stopped before it was ready"):
-        watch_service(service, Console(file=out), stays=False, spec=SPEC)
+        watch_service(service, Console(file=out), stays=False)
 
 
 class FailedService(InterruptedService):
@@ -137,7 +137,7 @@ class FailedService(InterruptedService):
 def test_service_that_does_not_come_up_is_ended() -> None:
     service = FailedService(was_taken_over=False)
     with pytest.raises(StartError, match="no such tensor"):
-        watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+        watch_service(service, Console(file=io.StringIO()), stays=True)
     assert (service.graces_s, service.num_looks) == ([0.0], 0)
 
 
@@ -148,7 +148,7 @@ def test_service_that_another_has_stopped_before_it_was_ready_is_not_asked_again
     service = FailedService(was_taken_over=was_taken_over)
     monkeypatch.setattr(service, "is_alive", lambda: False)
     with pytest.raises(StartError, match="no such tensor"):
-        watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+        watch_service(service, Console(file=io.StringIO()), stays=True)
     assert (service.graces_s, service.num_looks) == ([], 0)
 
 
@@ -157,7 +157,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
 ) -> None:
     caplog.set_level("WARNING", "cluster.serve")
     service = FailedService(was_taken_over=True)
-    watch_service(service, Console(file=io.StringIO()), stays=True, spec=SPEC)
+    watch_service(service, Console(file=io.StringIO()), stays=True)
     assert (service.graces_s, service.num_looks) == ([38.0], 3), "it was watched until Ctrl-C"
     assert [record.getMessage() for record in caplog.records] == [
         "not all of the service that was taken over is ready: m-1: no such tensor"
@@ -167,7 +167,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
 def test_failed_group_of_a_service_that_was_taken_over_is_an_error_for_who_does_not_stay() -> None:
     service = FailedService(was_taken_over=True)
     with pytest.raises(StartError, match="no such tensor"):
-        watch_service(service, Console(file=io.StringIO()), stays=False, spec=SPEC)
+        watch_service(service, Console(file=io.StringIO()), stays=False)
     assert service.graces_s == [], "it goes on"
 
 
@@ -195,7 +195,7 @@ class FullDisk(io.StringIO):
 def test_service_goes_on_where_nothing_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "cluster.serve")
     service = ChangingService()
-    watch_service(service, Console(file=FullDisk()), stays=True, spec=SPEC)
+    watch_service(service, Console(file=FullDisk()), stays=True)
     assert service.graces_s == [38.0], "it has served until it was stopped"
     assert [record.getMessage() for record in caplog.records] == [
         "output is lost: No space left on device; the service goes on"

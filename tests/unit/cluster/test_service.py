@@ -12,6 +12,7 @@ from cluster.config import build_spec
 from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.saved_state import SavedState, encode
 from cluster.service import Service, _take_over
+from cluster.started_settings import encode_spec
 
 
 class SilentClient:
@@ -163,9 +164,30 @@ def test_a_controller_that_never_answers_is_not_taken_over(
     monkeypatch.setattr(service_module, "RayStateStore", lambda: SimpleNamespace(load=lambda: saved))
     monkeypatch.setattr(service_module, "logs_folder", lambda: "/tmp/ray/session/logs")
     with pytest.raises(StartError) as refused:
-        _take_over(None)
+        _take_over(build_spec({}))
     assert f"has not answered within 90 s: {reason}" in str(refused.value)
     assert str(refused.value).endswith("; on its node it logs to /tmp/ray/session/logs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "grace_s"),
+    [
+        ({"settings": SimpleNamespace(remote=lambda: encode_spec(build_spec({"router": {"grace_s": 300.0}})))}, 300.0),
+        ({"settings": SimpleNamespace(remote=lambda: b"of other code")}, 5.0),
+        ({}, 5.0),
+    ],
+)
+def test_a_service_that_is_taken_over_keeps_what_it_was_started_with(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], grace_s: float
+) -> None:
+    calls = SimpleNamespace(remote=lambda: ("127.0.0.1:1", False))
+    controller = SimpleNamespace(start=calls, stopped=calls, **settings)
+    ray = SimpleNamespace(get_actor=lambda name: controller, get=lambda answer, *, timeout: answer)
+    monkeypatch.setattr(service_module, "ray", ray)
+    service = _take_over(build_spec({"router": {"grace_s": 5.0}}))
+    assert service is not None
+    service.client.close()
+    assert (service.spec.router.grace_s, service.was_taken_over) == (grace_s, True)
 
 
 class StoppedController:
