@@ -36,7 +36,7 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
 
     Raises:
         ClusterError, ModelError, EngineConfigError: it did not come up, or it broke.
-        KeyboardInterrupt: a signal stopped it before it was ready.
+        KeyboardInterrupt: a signal came before it was ready.
     """
     import_for_good("cluster.service")  # Ray: only those who serve pay for its import
     from cluster.service import Service
@@ -46,14 +46,16 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
             with Service.start(spec, log_level=log_level, takes_over=takes_over) as service:
                 watch_service(service, console, stays=stays)
         except KeyboardInterrupt:
-            console.print("Stopped before it was ready.")
+            console.print("Interrupted before it was ready.")
             raise
 
 
 def watch_service(service: Any, console: Console, *, stays: bool) -> None:
     """Show how a service comes up, then, where the command stays, what changes in it until it ends; interrupts stop it.
 
-    Raises StartError when it does not come up, KeyboardInterrupt when it was stopped before it was ready.
+    One that was taken over goes on when who does not stay is interrupted, as if it had returned.
+
+    Raises StartError when it does not come up, KeyboardInterrupt when that came before the command was done.
     """
     console.file = cast("IO[str]", _LastingOutput(console.file))
     was_ready = False
@@ -79,11 +81,14 @@ def watch_service(service: Any, console: Console, *, stays: bool) -> None:
         console.print("Stopped before it was ready.")  # as wanted: whoever keeps this command running starts it no more
         return
     except KeyboardInterrupt:
+        if service.was_taken_over and not stays:
+            console.print("The service that was taken over goes on.")
+            raise
         console.print("Stopping ...")
         router = service.spec.router
         with suppress(KeyboardInterrupt):  # a second one: nobody waits any longer
             service.shut_down(router.unready_s + router.grace_s)
-        if not was_ready:
+        if not (was_ready and stays):  # else who returns would say that it serves
             raise
     if stays:
         console.print("Stopped.")

@@ -95,6 +95,26 @@ def test_service_that_was_stopped_before_it_was_ready_was_no_success() -> None:
     assert service.graces_s == [38.0]
 
 
+class ReadyService(InterruptedService):
+    """Somebody presses Ctrl-C just when it is ready."""
+
+    @property
+    def control_address(self) -> str:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [SlowService, ReadyService])
+@pytest.mark.parametrize(("was_taken_over", "graces_s"), [(False, [38.0]), (True, [])])
+def test_interrupt_of_who_does_not_stay_is_no_success_and_ends_only_what_it_began(
+    kind: type[InterruptedService], was_taken_over: bool, graces_s: list[float]
+) -> None:
+    service = kind()
+    service.was_taken_over = was_taken_over
+    with pytest.raises(KeyboardInterrupt):
+        watch_service(service, Console(file=io.StringIO()), stays=False)
+    assert service.graces_s == graces_s
+
+
 class StoppedService(InterruptedService):
     """Somebody calls `weft stop` while it comes up."""
 
