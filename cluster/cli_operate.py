@@ -104,6 +104,8 @@ def drain(
 
     if (target is None) != here:
         raise ClusterConfigError("drain takes a REPLICA or NODE, or --this-node; allowed: one of the two")
+    if undo and (grace is not None or wait):
+        raise ClusterConfigError("--undo: nothing leaves that could take time; allowed: without --grace and --wait")
     target = this_node(client) if target is None else target
     drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)
 

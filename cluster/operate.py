@@ -116,7 +116,7 @@ def drain_target(
     def is_done(status: control_pb2.GetStatusResponse) -> bool:
         return not leaving & {group.replica_id or group.group_id for group in _groups(status)}
 
-    if wait_s is not None and not undo:
+    if wait_s is not None:
         _wait(client, console, is_done, what="drained", timeout_s=wait_s)
 
 

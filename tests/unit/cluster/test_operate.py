@@ -584,6 +584,12 @@ def test_drain_wants_one_target(arguments: list[str]) -> None:
         app(arguments, standalone_mode=False)
 
 
+@pytest.mark.parametrize("flags", [["--grace", "0"], ["--wait"]])
+def test_undone_drain_takes_no_time(flags: list[str]) -> None:
+    with pytest.raises(ClusterConfigError, match="--undo: nothing leaves .* allowed: without --grace and --wait"):
+        app(["drain", "10.0.0.7", "--undo", *flags], standalone_mode=False)
+
+
 def test_drain_of_this_node_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     drained: list[str] = []
     monkeypatch.setattr("cluster.operate.this_node", lambda client: "127.0.0.7")
