@@ -57,25 +57,32 @@ def show_logs(
 ) -> None:
     """Print what the logs of a process, a replica, a model or everything hold; with `follows`, for ever.
 
-    Of those that are there at first the last `tail_bytes` are told, of those that begin later everything. On stderr it
-    is said which cannot be read, once for each time that they cannot.
+    Of those that are there at first the last `tail_bytes` are told, also where they can be read only later; of those
+    that begin later everything. On stderr it is said which cannot be read, once for each time that they cannot.
 
     Raises ControllerError; with `follows`, what Patience does.
     """
     offsets: dict[str, int] = {}
     splitters: dict[str, LineSplitter] = {}
     unread: set[str] = set()
+    late: set[str] | None = None  # those of which it is not known yet where their tails begin; None: of all
     patience = Patience(sleep=sleep)
     tail_bytes += 1  # the first tells whether a line begins
 
     def read() -> control_pb2.ReadLogsResponse:
-        return client.read_logs(target, offsets, tail_bytes=tail_bytes)
+        return client.read_logs(target, offsets, tail_bytes=tail_bytes if late is None else _ALL_BYTES)
 
     while True:
         answer = patience.ask(read) if follows else read()
-        tail_bytes = _ALL_BYTES
+        if late is None:
+            late = set(answer.unread)
+            offsets |= dict.fromkeys(late, _ALL_BYTES)  # past the end, which is told when they can be read
         patience.note_stopping(is_stopping=answer.stopping)
         for chunk in answer.chunks:
+            if chunk.name in late:
+                offsets[chunk.name] = begin = max(0, chunk.next_offset - tail_bytes)
+                splitters[chunk.name] = LineSplitter(is_cut=begin > 0)
+                continue
             if chunk.name not in offsets:
                 splitters[chunk.name] = LineSplitter(is_cut=chunk.next_offset > len(chunk.data))
             offsets[chunk.name] = chunk.next_offset
@@ -87,7 +94,8 @@ def show_logs(
                 f"not read: {', '.join(missing)}; their nodes have gone or do not answer, or the files have gone"
             )
         unread = set(answer.unread)
-        if any(chunk.has_more for chunk in answer.chunks):
+        if any(chunk.has_more or chunk.name in late for chunk in answer.chunks):
+            late -= {chunk.name for chunk in answer.chunks}
             continue
         if not follows:
             break

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -486,6 +487,36 @@ def test_log_that_begins_while_others_are_followed_is_told_whole(tmp_path: Path)
     assert offsets == [{}, {"early": 8}]
 
 
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize(("tail_bytes", "told"), [(99, ["one", "two"]), (4, ["two"]), (0, [])])
+def test_tail_of_a_log_that_could_not_be_read_at_first_is_told_when_it_can(
+    tail_bytes: int, told: list[str], follows: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "silent").write_bytes(b"one\ntwo\n")
+    looks = 0
+
+    def read(target: str, known: Mapping[str, int], *, tail_bytes: int) -> control_pb2.ReadLogsResponse:
+        nonlocal looks
+        looks += 1
+        long = chunk("long", b"", looks)
+        if looks == 1:
+            long.has_more = True
+            return control_pb2.ReadLogsResponse(chunks=[long], unread=["silent"])
+        piece = read_piece(str(tmp_path / "silent"), known.get("silent"), tail_bytes, 100)
+        assert piece is not None
+        return control_pb2.ReadLogsResponse(chunks=[long, chunk("silent", piece.data, piece.next_offset)])
+
+    def sleep(_: float) -> None:
+        if looks > 5:
+            raise KeyboardInterrupt
+
+    lines: list[str] = []
+    client = cast(ControlClient, SimpleNamespace(read_logs=read))
+    with pytest.raises(KeyboardInterrupt) if follows else nullcontext():
+        show_logs(client, "", follows=follows, tail_bytes=tail_bytes, tell=lines.append, sleep=sleep)
+    assert lines == [f"silent | {line}" for line in told]
+
+
 def test_logs_that_cannot_be_read_are_told_of_whenever_they_cannot(capsys: pytest.CaptureFixture[str]) -> None:
     unread = [["m-0.1/0", "m-0.1/1"], ["m-0.1/1"], ["m-0.1/1"], ["m-0.1/0"], []]
     answers = [control_pb2.ReadLogsResponse(chunks=[chunk("a", b"one\n", 4)], unread=names) for names in unread]
@@ -586,7 +617,7 @@ def test_drain_wants_one_target(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("flags", [["--grace", "0"], ["--wait"]])
 def test_undone_drain_takes_no_time(flags: list[str]) -> None:
-    with pytest.raises(ClusterConfigError, match="--undo: nothing leaves .* allowed: without --grace and --wait"):
+    with pytest.raises(ClusterConfigError, match=r"--undo: nothing leaves .* allowed: without --grace and --wait"):
         app(["drain", "10.0.0.7", "--undo", *flags], standalone_mode=False)
 
 
