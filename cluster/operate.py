@@ -209,15 +209,19 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         for parent in parents:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise ClusterConfigError(
-                    f"--set {path}: {parent} is {section!r} by another --set; allowed: one of them"
-                )
+                raise _twice_set(path, parent, section)
+        if isinstance(section.get(last), dict):  # what is in it would be lost
+            raise _twice_set(path, last, section[last])
         try:
             section[last] = read_yaml(value)
         except yaml.YAMLError as error:
             raise ClusterConfigError(f"--set {path} is {value!r}; allowed: a YAML value") from error
     source = settings.get("path")
     return {**settings, "path": absolute_source(source)} if isinstance(source, str) else settings
+
+
+def _twice_set(path: str, name: str, seen: object) -> ClusterConfigError:
+    return ClusterConfigError(f"--set {path}: {name} is {seen!r} by another --set; allowed: one of them")
 
 
 def _status_after(client: ControlClient) -> control_pb2.GetStatusResponse:

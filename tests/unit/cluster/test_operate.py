@@ -368,6 +368,8 @@ def test_settings_are_nested_and_read_as_yaml(tmp_path: Path) -> None:
         parse_settings(["dtype"])
     with pytest.raises(ClusterConfigError, match=r"--set cache\.num_blocks: cache is 2 by another --set; allowed"):
         parse_settings(["cache=2", "cache.num_blocks=512"])
+    with pytest.raises(ClusterConfigError, match=r"--set cache: cache is \{'num_blocks': 512\} by another"):
+        parse_settings(["cache.num_blocks=512", "cache={block_size: 32}"])
     for value in ("2024-99-99", "9" * 5000, "[" * 5000):
         with pytest.raises(ClusterConfigError, match="allowed: a YAML value"):
             parse_settings([f"dtype={value}"])
