@@ -260,6 +260,17 @@ async def test_several_routers_share_ports_that_the_controller_holds_and_none_is
     assert parts(controller)._shared_ports == []
 
 
+@pytest.mark.parametrize(("port", "expected"), [(9464, [9464, 0, 0]), (None, [None, None, None])])
+async def test_metrics_port_is_the_first_routers_and_the_others_have_free_ones(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, port: int | None, expected: list[int | None]
+) -> None:
+    monkeypatch.setitem(ANY_PORTS, "router", {**ANY_PORTS["router"], "metrics_port": port})
+    controller, _ = await start(num_routers=3)
+    assert [router.record.metrics for router in routers_of(controller)] == expected
+    for each in parts(controller)._shared_ports:
+        each.close()
+
+
 @pytest.mark.parametrize("repeats_start", [False, True])
 async def test_restarts_are_counted(ray: Ray, monkeypatch: pytest.MonkeyPatch, repeats_start: bool) -> None:
     ray.saved = encode(SavedState(control_port=0, num_restarts=2))
