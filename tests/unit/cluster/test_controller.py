@@ -69,9 +69,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return ray
 
 
-def make(*, num_routers: int = 1, **model: Any) -> Controller:
+def make(*, num_routers: int = 1, ray_address: str | None = "auto", **model: Any) -> Controller:
     settings = {**ANY_PORTS, "router": {**ANY_PORTS["router"], "num_routers": num_routers}}
-    spec = build_spec({"models": [{"name": "m", **model}], "ray": {"address": "auto"}, **settings})
+    spec = build_spec({"models": [{"name": "m", **model}], "ray": {"address": ray_address}, **settings})
     return Controller(encode_spec(spec), "warning", time.time())
 
 
@@ -186,6 +186,15 @@ async def test_nothing_is_taken_over_of_a_service_that_was_stopped(ray: Ray) -> 
     ray.saved = encode(SavedState(ended_controller="another actor"))
     controller, goes_on = await start(takes_over=True, replicas=3)
     assert (served(controller), goes_on) == ({"m": 3}, False)
+
+
+@pytest.mark.parametrize("ray_address", ["auto", None])
+async def test_groups_wait_for_nodes_only_on_a_cluster_that_these_may_join(ray: Ray, ray_address: str | None) -> None:
+    controller, _ = await start(ray_address=ray_address)
+    (model,) = controller._spec.models
+    life = parts(controller)._form("m-0.1", model, cast(Any, None), text=None, adopts=False)
+    may_join = ray_address is not None
+    assert (life._spec.may_grow, parts(controller)._nodes is not None) == (may_join, may_join)
 
 
 async def test_what_a_controller_before_has_asked_ray_for_is_taken_back(ray: Ray) -> None:
