@@ -21,8 +21,8 @@ from cluster.control_server import bind_control_port
 from cluster.errors import ClusterConfigError, SavedStateError, StartError
 from cluster.logs import configure_logging, own_log
 from cluster.ray_errors import in_a_line
-from cluster.reconciler import Reconciler
-from cluster.saved_state import ControllerLife, RayStateStore, SavedState, decode, encode
+from cluster.reconciler import ControllerLife, Reconciler
+from cluster.saved_state import RayStateStore, SavedState, decode, encode
 from cluster.spares import SpareKind, leave_spares, take_spare
 from cluster.started_settings import decode_spec
 from workers.cores import give_way

@@ -7,7 +7,7 @@ formation.py, when in lifecycle.py, what is told in control_server.py.
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc
 from weft.addresses import split_host_port
@@ -25,7 +25,7 @@ from cluster.ray_nodes import cluster_nodes
 from cluster.recording import ScalingRecording
 from cluster.revision_files import RevisionText
 from cluster.router_process import RouterProcess
-from cluster.saved_state import ControllerLife, RayStateStore, RouterRecord, SavedState, encode
+from cluster.saved_state import RayStateStore, RouterRecord, SavedState, encode
 from cluster.scaling import Scaling
 from cluster.shared_ports import SharedPort
 from cluster.wanted_state import WantedState
@@ -34,6 +34,17 @@ logger = logging.getLogger(__name__)
 
 _NAME = "controller"  # in the list of logs, and of recordings
 _TICK_S = 0.5  # changes wake the loop at once; the tick is for backoffs that have passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerLife:
+    """A process that is the controller, whose log says why it ended."""
+
+    pid: int
+    node_id: str
+    """Ray id of its node."""
+    log_file: str
+    """Path on that node; empty: it logs to no file."""
 
 
 class Reconciler:
@@ -72,8 +83,6 @@ class Reconciler:
         self._logs.note(saved.logs)
         is_successor = saved.has_service
         saved = replace(saved, control_port=split_host_port(address)[1])
-        if saved.controller is not None:  # of the life before
-            self._logs.note([_log_of(saved.controller)])
         self.state = WantedState(
             saved,
             routers=self._make_routers(saved, address),
@@ -153,7 +162,7 @@ class Reconciler:
     def _save(self, state: SavedState) -> None:
         self._note_logs()
         _, port = split_host_port(self._metrics.address)
-        saved = replace(state, metrics_port=port, controller=self._life, logs=self._logs.latest)
+        saved = replace(state, metrics_port=port, logs=self._logs.latest)
         self._store.save(encode(saved))
 
     def _make_routers(self, saved: SavedState, address: str) -> list[RouterProcess]:

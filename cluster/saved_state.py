@@ -71,17 +71,6 @@ class RouterRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerLife:
-    """The process that saved, whose log says why it ended."""
-
-    pid: int
-    node_id: str
-    """Ray id of its node."""
-    log_file: str
-    """Path on that node; empty: it logs to no file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
     """Everything that a controller must know of the one before it."""
 
@@ -93,8 +82,6 @@ class SavedState:
     """Routers by their ids. One that is named here may not exist yet."""
     num_restarts: int = 0
     """How often the controller was started again."""
-    controller: ControllerLife | None = None
-    """The process that saved; None: nothing was saved yet, or by a version that did not keep it."""
     models: dict[str, WantedModel] = field(default_factory=dict)
     groups: tuple[GroupRecord, ...] = ()
     logs: tuple[LogSource, ...] = ()

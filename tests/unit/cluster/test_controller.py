@@ -287,16 +287,19 @@ async def test_restarts_are_counted(ray: Ray, monkeypatch: pytest.MonkeyPatch, r
     assert (parts(controller)._service._num_restarts, ray.num_begun) == (3, 1)
 
 
-async def test_log_of_a_rank_that_ended_stays_known_over_lives_of_the_controller(
+async def test_logs_of_a_rank_and_a_controller_that_ended_stay_known_over_lives_of_the_controller(
     ray: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = LogSource(name="m-0.1/0", belongs_to=frozenset({"m", "m-0.1"}), node_id="n", path="/log")
-    controller, _ = await start()
+    with monkeypatch.context() as first:
+        first.setattr(module, "own_log", lambda: "/log")
+        first.setattr(module, "os", SimpleNamespace(getpid=lambda: 4711))
+        controller, _ = await start()
     monkeypatch.setattr(parts(controller).state, "log_sources", lambda: [log])
     parts(controller).state.scale("m", 2)  # saves
     for replicas in (3, 4):
         controller, _ = await start(takes_over=True)
-        assert {"m", "m-0.1", "m-0.1/0"} <= set(parts(controller)._logs.names)
+        assert {"m", "m-0.1", "m-0.1/0", "controller/4711"} <= set(parts(controller)._logs.names)
         parts(controller).state.scale("m", replicas)
         assert log in decode(ray.saved or b"").logs
 
