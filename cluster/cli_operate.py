@@ -102,11 +102,11 @@ def drain(
     """Take a replica, or all of a node, out of service without losing a request; others take its place."""
     from cluster.operate import drain_target, this_node
 
-    if (target is None) != here:
+    if bool(target) == here:  # also where it is a variable of a shell that nobody set
         raise ClusterConfigError("drain takes a REPLICA or NODE, or --this-node; allowed: one of the two")
     if undo and (grace is not None or wait):
         raise ClusterConfigError("--undo: nothing leaves that could take time; allowed: without --grace and --wait")
-    target = this_node(client) if target is None else target
+    target = target or this_node(client)
     drain_target(client, target, Console(), grace_s=grace, undo=undo, wait_s=timeout if wait else None)
 
 

@@ -201,7 +201,7 @@ class WantedState:
         Raises:
             NotServedError: there is none of this name; the message lists those there are.
         """
-        groups = [group for group in self._groups if target in (group.group_id, group.replica_id)]
+        groups = [group for group in self._groups if target in (group.group_id, group.replica_id or group.group_id)]
         node_id = ""
         if not groups:
             nodes = await asyncio.to_thread(self._nodes)

@@ -611,7 +611,7 @@ def test_this_node_is_the_one_whose_address_this_machine_has() -> None:
         this_node(NodesClient("127.0.0.8", "127.0.0.7").client)
 
 
-@pytest.mark.parametrize("arguments", [["drain"], ["drain", "m-0", "--this-node"]])
+@pytest.mark.parametrize("arguments", [["drain"], ["drain", ""], ["drain", "m-0", "--this-node"]])
 def test_drain_wants_one_target(arguments: list[str]) -> None:
     with pytest.raises(ClusterConfigError, match="a REPLICA or NODE, or --this-node; allowed: one of the two"):
         app(arguments, standalone_mode=False)

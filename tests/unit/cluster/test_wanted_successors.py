@@ -10,7 +10,7 @@ from helpers.cluster import LLAMA, turns, write_tokenizer
 from helpers.wanted_bench import Bench
 from weft.v1 import control_pb2
 
-from cluster.errors import ClusterConfigError, ModelNotFoundError
+from cluster.errors import ClusterConfigError, ModelNotFoundError, NotServedError
 from cluster.rank_values import Outcome
 from cluster.saved_state import RouterRecord, decode, encode
 
@@ -209,6 +209,8 @@ async def test_group_that_was_given_up_stays_so_with_its_reason(bench: Bench) ->
         (group,) = bench.model().groups
         assert (group.state, group.detail, group.restarts) == (control_pb2.GROUP_STATE_FAILED, "no such weights", 0)
         assert not bench.forms.lives
+    with pytest.raises(NotServedError, match="no replica or node is ''; replicas: m-0"):  # it has no replica to name
+        await bench.state.drain("", None)
     await bench.state.drain("m-0", None)
     await bench.settle()
     assert bench.replicas() == ["m-1.1"]
