@@ -37,6 +37,10 @@ READINESS_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 KEEPALIVE_S = 30
 """After so long without a word from a client the router asks whether it is still there."""
 
+_HANDSHAKE_S = 10.0
+"""How long a connection may take until its client has begun to speak gRPC: for no longer a stop waits for one that says
+nothing."""
+
 _MAX_MS = 2**31 - 1  # what settings of gRPC and of sockets hold
 
 _MAX_STREAMS = 4096
@@ -316,6 +320,7 @@ class GrpcListener:
             options=(
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.so_reuseport", int(shares_port)),  # by default a taken port is shared without a word
+                ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_S * 1000)),
                 ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),  # finds clients that went away without closing
                 ("grpc.keepalive_timeout_ms", keepalive_timeout_ms(write_timeout_s)),
                 ("grpc.http2.max_pings_without_data", 0),

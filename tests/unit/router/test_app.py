@@ -366,6 +366,16 @@ async def test_stop_does_not_wait_for_who_watches_health_or_asks_what_there_is()
         assert await watching.code() == await asking.code() == grpc.StatusCode.UNAVAILABLE
 
 
+async def test_stop_waits_but_a_moment_for_a_connection_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.server._HANDSHAKE_S", 0.1)
+    async with running_router(router_config("127.0.0.1:1", grace_s=3600.0)) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(router.addresses.grpc))
+        await reader.read(1)  # the router speaks first
+        router.stop.set()
+        await asyncio.wait_for(router.task, 10)
+        writer.close()
+
+
 async def test_stop_says_not_ready_first_and_still_serves_until_load_balancers_know() -> None:
     async with (
         FakeReplica("a") as a,
