@@ -274,11 +274,11 @@ class _HttpListener:
         self._socket = _bind(router.host, port, shares_port=router.shares_ports)
         _watch_clients(self._socket, keepalive_timeout_ms(router.clients.write_timeout_s))
         self.address = join_host_port(router.host, self._socket.getsockname()[1])
-        self.has_started = asyncio.Event()
+        self.has_started, self._stops = asyncio.Event(), asyncio.Event()
         settings = uvicorn.Config(
             app,
             loop="none",
-            http=bounded_protocol(router.clients),
+            http=bounded_protocol(router.clients, self._stops),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -288,7 +288,7 @@ class _HttpListener:
         )
         settings.load()
         settings.ssl = tls
-        self._server = _QuietServer(settings, self.has_started)
+        self._server = _QuietServer(settings, self.has_started, self._stops)
 
     async def serve(self) -> None:
         """Serve until `stop`, and then until the requests in flight have ended."""
@@ -297,7 +297,8 @@ class _HttpListener:
     def stop(self, grace_s: float) -> None:
         """Take no more requests, and cut off those that outlast the grace."""
         self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
-        self._server.stop()
+        self._server.should_exit = True
+        self._stops.set()
 
     def close(self) -> None:
         """Release the port."""
@@ -307,22 +308,17 @@ class _HttpListener:
 class _QuietServer(uvicorn.Server):
     """Leaves signals to the process, and says when it serves."""
 
-    def __init__(self, config: uvicorn.Config, has_started: asyncio.Event) -> None:
+    def __init__(self, config: uvicorn.Config, has_started: asyncio.Event, stops: asyncio.Event) -> None:
         super().__init__(config)
         self._has_started = has_started
-        self._stop = asyncio.Event()
-
-    def stop(self) -> None:
-        """Take no more requests."""
-        self.should_exit = True
-        self._stop.set()
+        self._stops = stops
 
     async def main_loop(self) -> None:
-        """Renew the Date header until `stop`. What uvicorn has for it wakes ten times a second."""
+        """Renew the Date header until the server stops. What uvicorn has for it wakes ten times a second."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_DATE_S):
-                    await self._stop.wait()
+                    await self._stops.wait()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -41,6 +41,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """
 
     limits = ClientConfig()
+    stops: asyncio.Event
+    """Set when the server stops."""
     _answered: RequestResponseCycle | None = None
     """The request that is answered now, while those behind it wait."""
     _is_in_head = True
@@ -58,6 +60,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._write_limit = _TimeLimit(self.loop, self.limits.write_timeout_s, self._end_unless_taken)
         self._farewell_limit = _TimeLimit(self.loop, _FAREWELL_S, self._end_without_farewell)
         self._head_limit.start()
+        if self.stops.is_set():  # its TLS has begun after the others were told
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -286,6 +290,6 @@ async def _answer_unasked(cycle: RequestResponseCycle, app: Any, scope: Any, rec
     await app(scope, receive, send_and_close)
 
 
-def bounded_protocol(limits: ClientConfig) -> type[BoundedHttpProtocol]:
-    """Return the class whose connections have these limits."""
-    return type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})
+def bounded_protocol(limits: ClientConfig, stops: asyncio.Event | None = None) -> type[BoundedHttpProtocol]:
+    """Return the class whose connections have these limits; those that come when `stops` is set take no request."""
+    return type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits, "stops": stops or asyncio.Event()})

@@ -16,6 +16,7 @@ from cryptography.x509 import ExtendedKeyUsage
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from helpers.certificates import inner_tls
 from helpers.fake_replica import FakeReplica
+from helpers.polling import poll
 from helpers.router_harness import RunningRouter, router_config, running_router
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaStub
@@ -207,37 +208,40 @@ async def test_clients_with_certificates_speak_tls_1_3(ca: trustme.CA, tmp_path:
                 await asyncio.to_thread(shake_hands, router, context)
 
 
+def connect_to_http(router: RunningRouter) -> socket.socket:
+    return socket.create_connection(("localhost", int(router.addresses.http.rpartition(":")[2])), timeout=10)
+
+
+def ask_http(router: RunningRouter, context: ssl.SSLContext, max_tokens: int) -> ssl.SSLSocket:
+    client = context.wrap_socket(connect_to_http(router), server_hostname="localhost")
+    body = b'{"prompt": "hello", "stream": true, "max_tokens": %d}' % max_tokens
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body)
+    client.sendall(head + body)
+    return client
+
+
+def read_answer(client: ssl.SSLSocket) -> bytes:
+    answer = b""
+    while not answer.endswith(b"0\r\n\r\n"):
+        answer += client.recv(65536) or pytest.fail("it was cut off")
+    return answer
+
+
 async def test_stop_does_not_wait_for_clients_that_keep_a_connection_and_read_no_more(
     ca: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.http_protocol._FAREWELL_S", 0.05)
     context = ssl.create_default_context(cadata=ca.cert_pem.bytes().decode())
-
-    def ask(router: RunningRouter, max_tokens: int) -> ssl.SSLSocket:
-        port = int(router.addresses.http.rpartition(":")[2])
-        client = context.wrap_socket(socket.create_connection(("localhost", port)), server_hostname="localhost")
-        client.settimeout(10)
-        body = b'{"prompt": "hello", "stream": true, "max_tokens": %d}' % max_tokens
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body)
-        client.sendall(head + body)
-        return client
-
-    def read_answer(client: ssl.SSLSocket) -> bytes:
-        answer = b""
-        while not answer.endswith(b"0\r\n\r\n"):
-            answer += client.recv(65536) or pytest.fail("it was cut off")
-        return answer
-
     tls = listener_files(ca, tmp_path / "router", is_mutual=False)
     async with (
         FakeReplica("a", paused=True) as a,
         running_router(router_config(a.address, tls=tls, http_port=0, grace_s=3600.0)) as router,
     ):
-        idle = await asyncio.to_thread(ask, router, 1)
+        idle = await asyncio.to_thread(ask_http, router, context, 1)
         await a.wait_until(lambda: a.num_requests == 1)
         await a.step()
         await asyncio.to_thread(read_answer, idle)
-        busy = await asyncio.to_thread(ask, router, 3)
+        busy = await asyncio.to_thread(ask_http, router, context, 3)
         await a.wait_until(lambda: a.num_requests == 1)
         router.stop.set()
         await a.step(2)
@@ -246,6 +250,35 @@ async def test_stop_does_not_wait_for_clients_that_keep_a_connection_and_read_no
         assert b"[DONE]" in await asyncio.to_thread(read_answer, busy)
         await asyncio.wait_for(router.task, 20)  # asyncio itself waits for 30 s
         idle.close()
+        busy.close()
+
+
+async def test_stop_does_not_wait_for_a_client_whose_tls_begins_later(ca: trustme.CA, tmp_path: Path) -> None:
+    context = ssl.create_default_context(cadata=ca.cert_pem.bytes().decode())
+    tls = listener_files(ca, tmp_path / "router", is_mutual=False)
+    async with (
+        FakeReplica("a", paused=True) as a,
+        running_router(router_config(a.address, tls=tls, http_port=0, grace_s=3600.0)) as router,
+    ):
+
+        async def refuses() -> bool:
+            try:
+                (await asyncio.to_thread(connect_to_http, router)).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        late = await asyncio.to_thread(connect_to_http, router)
+        busy = await asyncio.to_thread(ask_http, router, context, 1)
+        await a.wait_until(lambda: a.num_requests == 1)
+        router.stop.set()
+        await poll(refuses, True)
+        late = await asyncio.to_thread(context.wrap_socket, late, server_hostname="localhost")
+        a.resume()
+        await asyncio.to_thread(read_answer, busy)
+        await asyncio.wait_for(router.task, 10)
+        assert late.recv(1) == b""
+        late.close()
         busy.close()
 
 
