@@ -100,9 +100,8 @@ async def run_router(
         async with _serving(config, parts, grpc, http, grace_s=grace_s or (lambda: config.grace_s)):
             logger.info("router %s serves %s", config.router_id, addresses)
             on_ready(addresses)
-            await stop.wait()
+            await stop.wait()  # readiness goes first
             logger.info("router %s stops", config.router_id)
-            parts.changed.set()  # readiness goes first; HTTP looks at `stop` itself
             await asyncio.sleep(config.unready_s)
 
 
@@ -115,9 +114,10 @@ class _Parts:
     metrics: RouterMetrics
     keys: KeyRing | None
     reads_trace_context: bool
+    stop: asyncio.Event
     is_ready: Callable[[], bool]
     changed: asyncio.Event
-    """Set when `is_ready` may say something else than before."""
+    """Set when `is_ready` may say something else than before, and when `stop` is."""
 
 
 def _build(
@@ -158,6 +158,7 @@ def _build(
         metrics=metrics,
         keys=None if config.api_keys is None else KeyRing(Path(config.api_keys), time.monotonic),
         reads_trace_context=tracer.is_on,
+        stop=stop,
         is_ready=lambda: directory.is_ready and pool.is_ready and not stop.is_set(),
         changed=changed,
     )
@@ -226,6 +227,7 @@ async def _serving(
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(parts.directory.run(), name="directory")
         reloading = tasks.create_task(parts.keys.follow(), name="keys") if parts.keys else None
+        stopping = tasks.create_task(_note_stop(parts), name="stop")
         if config.shares_ports:  # else it would refuse what the others could serve
             await _wait_ready(parts, min(config.failover.new_request_wait_s, _MOST_WAIT_S))
         await grpc.start()
@@ -237,6 +239,7 @@ async def _serving(
             yield
         finally:  # also when a task failed
             showing.cancel()
+            stopping.cancel()
             grpc.set_ready(False)
             left_s = grace_s()
             if http is not None:
@@ -250,12 +253,17 @@ async def _serving(
 
 
 async def _wait_ready(parts: _Parts, limit_s: float) -> None:
-    """Return when the router could serve, or after a while."""
+    """Return when the router could serve or is to stop, or after a while."""
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
-            while not parts.is_ready():
+            while not (parts.is_ready() or parts.stop.is_set()):
                 parts.changed.clear()
                 await parts.changed.wait()
+
+
+async def _note_stop(parts: _Parts) -> None:
+    await parts.stop.wait()
+    parts.changed.set()
 
 
 async def _show_readiness(parts: _Parts, grpc: GrpcListener) -> None:

@@ -30,7 +30,7 @@ from weft.recording import RecordingConfig
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
-from router.app import BoundAddresses
+from router.app import BoundAddresses, run_router
 from router.config import AdmissionConfig, ClientConfig, FailoverConfig, LinkConfig, PolicyName, RouterConfig
 from router.errors import ModelFilesError, RouterConfigError
 from router.flags import parse_flags, to_config
@@ -161,6 +161,18 @@ async def test_router_takes_its_part_of_a_shared_port_when_it_can_serve(monkeypa
     config = router_config("127.0.0.1:1", shares_ports=True, failover=patient)
     async with asyncio.timeout(20), running_router(config) as router:
         assert (await router.stub.ListModels(pb.ListModelsRequest())).models, "a request may wait longer"
+
+
+async def test_stop_ends_the_wait_for_a_first_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.app._MOST_WAIT_S", 3600.0)
+    stop = asyncio.Event()
+    async with FakeReplica("a") as a, asyncio.timeout(10):
+        a.drain()
+        config = router_config(a.address, shares_ports=True, failover=FailoverConfig(new_request_wait_s=3600.0))
+        running = asyncio.create_task(run_router(config, stop=stop, on_ready=lambda _: None))
+        await a.wait_until(lambda: a.num_connections == 1)
+        stop.set()
+        await running
 
 
 async def test_router_is_ready_when_it_has_a_tokenizer_or_cannot_have_one() -> None:
