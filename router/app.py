@@ -92,7 +92,7 @@ async def run_router(
         parts = _build(config, stop, stack, load_tokenizer=load_tokenizer, tracer=tracer)
         page = _listen_metrics(config, parts, stack)
         http = _listen_http(config, parts, stack)
-        grpc = _listen_grpc(config, parts)
+        grpc = _listen_grpc(config, parts, stack)
         addresses = BoundAddresses(
             grpc=grpc.address, http=http.address if http else None, metrics=page.address if page else None
         )
@@ -200,11 +200,17 @@ def _listen_http(config: RouterConfig, parts: _Parts, stack: ExitStack) -> "_Htt
     return listener
 
 
-def _listen_grpc(config: RouterConfig, parts: _Parts) -> GrpcListener:
+def _listen_grpc(config: RouterConfig, parts: _Parts, stack: ExitStack) -> GrpcListener:
+    """A port that is shared is held, and listened on when the router serves."""
+    port = config.grpc_port
+    if config.shares_ports:
+        held = _bind("gRPC", config.host, port, shares_port=True)
+        stack.callback(held.close)
+        port = held.getsockname()[1]
     return GrpcListener(
         parts.dispatcher,
         host=config.host,
-        port=config.grpc_port,
+        port=port,
         max_message_bytes=config.max_message_bytes,
         shares_port=config.shares_ports,
         tls=config.tls,
@@ -279,7 +285,7 @@ class _HttpListener:
     def __init__(self, app: Starlette, router: RouterConfig, *, port: int) -> None:
         """Bind. Raises RouterConfigError when the port is taken, or TLS files cannot be used."""
         tls = None if router.tls is None else router.tls.context
-        self._socket = _bind(router.host, port, shares_port=router.shares_ports)
+        self._socket = _bind("HTTP", router.host, port, shares_port=router.shares_ports)
         _watch_clients(self._socket, keepalive_timeout_ms(router.clients.write_timeout_s))
         self.address = join_host_port(router.host, self._socket.getsockname()[1])
         self.has_started, self._stops = asyncio.Event(), asyncio.Event()
@@ -339,7 +345,7 @@ class _QuietServer(uvicorn.Server):
         self._has_started.set()
 
 
-def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
+def _bind(what: str, host: str, port: int, *, shares_port: bool) -> socket.socket:
     # With this protocol asyncio sets TCP_NODELAY, as uvloop always does; without that, the body of an answer waits for
     # the client's delayed acknowledgement of its head: 40 ms.
     bound = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -349,7 +355,7 @@ def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise RouterConfigError(f"HTTP cannot listen on {join_host_port(host, port)}: {error.strerror}") from error
+        raise RouterConfigError(f"{what} cannot listen on {join_host_port(host, port)}: {error.strerror}") from error
     return bound
 
 

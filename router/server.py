@@ -303,14 +303,15 @@ class GrpcListener:
         write_timeout_s: float = 60.0,
         reads_trace_context: bool = False,
     ) -> None:
-        """Bind. Raises RouterConfigError when the port is taken or TLS files cannot be used.
+        """Listen, but on a shared port. Raises RouterConfigError when it is taken or TLS files cannot be used.
 
         Args:
             dispatch: serves the calls.
             host: address to bind.
-            port: 0 for a free one.
+            port: 0 for a free one, unless it is shared.
             max_message_bytes: a larger message is refused with RESOURCE_EXHAUSTED.
-            shares_port: others that say so too may listen on the port; the kernel divides connections among them.
+            shares_port: others that say so too may listen on the port; the kernel divides connections among them, so
+                that this one listens only from `start` on.
             tls: None for plain text.
             keys: who may ask; health and reflection need no key. None: everybody.
             write_timeout_s: a call whose client takes nothing of the answer for so long is ended.
@@ -336,16 +337,24 @@ class GrpcListener:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]
         names = (READINESS_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(names, self._streams), self._server)  # type: ignore[no-untyped-call]
-        address = join_host_port(host, port)
+        self.address = join_host_port(host, port)
+        self._tls, self._shares_port = tls, shares_port
+        if not shares_port:
+            self.address = join_host_port(host, self._listen())
+        elif tls is not None:
+            tls.check()
+
+    def _listen(self) -> int:
         try:
-            bound = bind(self._server, address, tls)
+            return bind(self._server, self.address, self._tls)
         except RuntimeError as error:
-            raise RouterConfigError(f"gRPC cannot listen on {address}: it is taken or not ours") from error
-        self.address = join_host_port(host, bound)
+            raise RouterConfigError(f"gRPC cannot listen on {self.address}: it is taken or not ours") from error
 
     async def start(self) -> None:
         """Begin to serve; not ready yet."""
         self.set_ready(False)
+        if self._shares_port:
+            self._listen()
         await self._server.start()
 
     def set_ready(self, is_ready: bool) -> None:

@@ -163,6 +163,27 @@ async def test_router_takes_its_part_of_a_shared_port_when_it_can_serve(monkeypa
         assert (await router.stub.ListModels(pb.ListModelsRequest())).models, "a request may wait longer"
 
 
+async def test_shared_port_gives_no_connection_to_a_router_that_does_not_serve_yet() -> None:
+    may_load = threading.Event()
+
+    def load(text: ModelText) -> ByteTokenizer:
+        assert may_load.wait(60)
+        return ByteTokenizer()
+
+    async with FakeReplica("a") as a, routers_on_shared_ports(a.address, 1) as (first,):
+        await first.wait_ready(1)
+        ports = {"grpc_port": port_of(first.addresses.grpc), "http_port": port_of(first.addresses.http)}
+        patient = FailoverConfig(new_request_wait_s=60.0)
+        config, stop = router_config(a.address, **ports, shares_ports=True, failover=patient), asyncio.Event()
+        second = asyncio.create_task(run_router(config, stop=stop, on_ready=lambda _: stop.set(), load_tokenizer=load))
+        await a.wait_until(lambda: a.num_connections == 2)
+        for _ in range(10):
+            await ask_grpc(first.addresses)
+            await ask_http(first.addresses)
+        may_load.set()
+        await second
+
+
 async def test_stop_ends_the_wait_for_a_first_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.app._MOST_WAIT_S", 3600.0)
     stop = asyncio.Event()
