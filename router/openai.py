@@ -319,7 +319,7 @@ def _read_timeout(text: str | None) -> float | None:
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     """Return the request's body, without a byte order mark; refuse one that is too long or packed."""
-    encoding = request.headers.get("content-encoding", "identity")
+    encoding = request.headers.get("content-encoding") or "identity"
     if encoding.lower() != "identity":
         raise HTTPException(
             415, f"Content-Encoding is {encoding!r}; allowed: none, plain JSON", {"accept-encoding": "identity"}
