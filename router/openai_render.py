@@ -19,6 +19,7 @@ from router.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
+    ReplicaFailedError,
     RouterError,
     UnauthenticatedError,
 )
@@ -343,7 +344,9 @@ def error_headers(error: RouterError) -> dict[str, str]:
         case OverloadedError():
             seconds, milliseconds = math.ceil(error.retry_after_ms / 1000), error.retry_after_ms
             return {"retry-after": str(seconds), "retry-after-ms": str(milliseconds)}
-        case DeadlineError():  # the openai packages try again after a 504, each time with the whole deadline
+        # After a status from 500 on the openai packages try again: each time with the whole deadline, and of a request
+        # that breaks replicas with as many of them as it may break.
+        case DeadlineError() | ReplicaFailedError():
             return {"x-should-retry": "false"}
     return {}
 

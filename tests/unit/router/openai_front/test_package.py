@@ -15,6 +15,7 @@ from router.errors import (
     OverloadedError,
     ReplicaFailedError,
     RequestFailedError,
+    RouterError,
 )
 
 
@@ -348,9 +349,12 @@ async def test_openai_errors_are_typed(client: openai.AsyncOpenAI, dispatch: Fak
     assert full.value.response.headers["retry-after-ms"] == "1200"
 
 
-async def test_openai_does_not_ask_again_after_its_deadline(client: openai.AsyncOpenAI, dispatch: FakeDispatch) -> None:
-    dispatch.error = DeadlineError("late")
-    with pytest.raises(openai.InternalServerError, match="late"):
+@pytest.mark.parametrize("kind", [DeadlineError, ReplicaFailedError])
+async def test_openai_does_not_ask_again_after_its_deadline_nor_break_more_replicas(
+    client: openai.AsyncOpenAI, dispatch: FakeDispatch, kind: type[RouterError]
+) -> None:
+    dispatch.error = kind("no more")
+    with pytest.raises(openai.InternalServerError, match="no more"):
         await client.with_options(max_retries=2).completions.create(model=MODEL, prompt="Hi")
 
     assert len(dispatch.calls) == 1
