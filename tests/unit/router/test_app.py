@@ -320,6 +320,7 @@ async def test_http_client_that_acknowledges_nothing_is_kept_as_long_as_it_may_t
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == lasts_s * 1000
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 10, "at each the system looks how long"
 
 
 async def test_http_answers_are_dated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
