@@ -433,8 +433,9 @@ async def test_stop_cuts_off_what_outlives_the_grace() -> None:
             await a.wait_until(lambda: a.num_requests == 1)
             router.stop.set()
             await router.task
-            with pytest.raises(grpc.aio.AioRpcError):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
                 await answering
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         await a.wait_until(lambda: a.num_requests == 0)
 
 
