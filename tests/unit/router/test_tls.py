@@ -21,7 +21,7 @@ from helpers.router_harness import RunningRouter, router_config, running_router
 from weft.v1 import replica_pb2
 from weft.v1.replica_pb2_grpc import ReplicaStub
 
-from router.client import AsyncClient, UnavailableError
+from router.client import AsyncClient, Client, ModelInfo, UnavailableError
 from router.config import LinkConfig
 from router.errors import RouterConfigError
 from router.flags import parse_flags, to_config
@@ -52,6 +52,24 @@ async def test_listeners_speak_tls_and_nothing_else(ca: trustme.CA, tmp_path: Pa
         trusting = ssl.create_default_context(cadata=root.decode())
         async with httpx.AsyncClient(verify=trusting) as http:
             assert (await http.get(url)).json()["data"][0]["id"] == "tiny"
+
+
+async def test_client_may_look_for_another_name_than_it_dials(ca: trustme.CA, tmp_path: Path) -> None:
+    tls = listener_files(ca, tmp_path / "router", is_mutual=False)
+    credentials = grpc.ssl_channel_credentials(ca.cert_pem.bytes())
+
+    def list_models(target: str) -> list[ModelInfo]:
+        with Client(target, credentials=credentials, tls_name="localhost", timeout_s=10) as client:
+            return client.models()
+
+    async with FakeReplica("a") as a, running_router(router_config(a.address, tls=tls)) as router:
+        target = router.addresses.grpc
+        assert target.startswith("127.0.0.1:")
+        async with AsyncClient(target, credentials=credentials, timeout_s=10) as client:
+            with pytest.raises(UnavailableError):
+                await client.models()
+        async with AsyncClient(target, credentials=credentials, tls_name="localhost", timeout_s=10) as client:
+            assert await client.models() == await asyncio.to_thread(list_models, target) != []
 
 
 async def test_a_listener_with_an_authority_takes_only_its_clients(ca: trustme.CA, tmp_path: Path) -> None:
