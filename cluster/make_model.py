@@ -138,6 +138,7 @@ def make_model(
     try:
         description = describe_config(config, source="flags")
         _check_experts(description.moe, wanted)
+        _check_sizes(description, wanted)
         tokenizer = tokenizer or _packaged_tokenizer()
         if tokenizer is not None:
             _check_vocab(description, tokenizer)
@@ -163,6 +164,18 @@ def _check_experts(moe: MoeDescription | None, wanted: Mapping[str, Any]) -> Non
                 f"{field} is {wanted[field]}, which this family does not have; with experts of their own size: "
                 "qwen2_moe, qwen3_moe; of that of --inner: mixtral"
             )
+
+
+def _check_sizes(description: DecoderDescription, wanted: Mapping[str, Any]) -> None:
+    """Refuse a size that the family has otherwise, whatever its config says."""
+    seen = {
+        "num_key_value_heads": description.num_kv_heads,
+        "head_dim": description.head_dim,
+        "max_position_embeddings": description.max_context,
+    }
+    for field, value in seen.items():
+        if field in wanted and wanted[field] != value:
+            raise ClusterConfigError(f"{field} is {wanted[field]}; allowed of {description.family}: {value}")
 
 
 def _check_vocab(description: DecoderDescription, tokenizer: Path) -> None:

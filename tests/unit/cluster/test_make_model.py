@@ -36,6 +36,7 @@ def test_experts_of_every_family_are_small(tmp_path: Path, family: str) -> None:
     [
         ({"vocab_size": 2047}, r"vocab_size is 2047; allowed: at least 2048, the tokens of .*weights"),
         ({"num_experts": 4}, "num_experts is 4, which this family does not have"),
+        ({"model_type": "falcon", "num_key_value_heads": 2}, "num_key_value_heads is 2; allowed of falcon: 1"),
         ({"model_type": "mixtral", "moe_intermediate_size": 64}, "moe_intermediate_size is 64, which this family"),
     ],
 )
