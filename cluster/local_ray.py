@@ -90,6 +90,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
             f"{tempfile.gettempdir()} has {free_bytes >> 20} MiB free for temporary files; allowed: at least "
             f"{_LEAST_FREE_BYTES >> 20} MiB, there or in the folder that TMPDIR names"
         )
+    _check_folder()
     _check_loopback()
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -120,6 +121,14 @@ def start_local_ray(*, log_to_driver: bool) -> None:
                 if attempt == _START_ATTEMPTS:
                     raise RayStartError(f"a local Ray could not be started: {error} ({processes})") from error
                 logger.warning("a local Ray did not start, and is started again: %s (%s)", error, processes)
+
+
+def _check_folder() -> None:
+    """Raise RayStartError where this process is in a folder that was removed, of which Ray asks the name."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise RayStartError("the working folder was removed; allowed: one that is there (cd)") from error
 
 
 def _check_loopback() -> None:
@@ -163,6 +172,7 @@ def _choose_token() -> None:
 def join_ray(address: str, *, log_to_driver: bool) -> None:
     """Connect to a running Ray cluster. Raises RayStartError."""
     _quieten()
+    _check_folder()
     try:
         _check_reachable(address)
         if _wants_token(address) and not _bring_token():

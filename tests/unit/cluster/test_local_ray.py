@@ -85,6 +85,17 @@ def test_full_disk_is_told_before_ray_tries_for_ever(monkeypatch: pytest.MonkeyP
     assert started
 
 
+@pytest.mark.parametrize("start", [local_ray.start_local_ray, partial(local_ray.join_ray, "auto")])
+def test_a_working_folder_that_was_removed_is_told(
+    start: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(local_ray.ray, "init", lambda **_: pytest.fail("Ray was asked"))
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(RayStartError, match="the working folder was removed; allowed: one that is there"):
+        start(log_to_driver=False)
+
+
 def test_machine_that_does_not_reach_itself_is_told_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ray.ray, "init", lambda **_: pytest.fail("Ray was started"))
     monkeypatch.setattr(local_ray, "_LOOPBACK", "192.0.2.1")  # of documentation: nobody has it
