@@ -2,6 +2,15 @@
 
 import gc
 import importlib
+import os
+
+
+def leave_removed_folder() -> None:
+    """Go to the root folder where this process began in a folder that was removed: the MKL of torch aborts in one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
 
 
 def import_for_good(*modules: str) -> None:

@@ -17,7 +17,7 @@ import ray
 from weft.recording import RecordingError
 
 from cluster.errors import ClusterError, GroupTerminatedError
-from cluster.imports import import_for_good
+from cluster.imports import import_for_good, leave_removed_folder
 from cluster.logs import configure_logging, own_log
 from cluster.models import resolve_model
 from cluster.rank_metrics import RankCollector, listen_for_metrics
@@ -62,6 +62,7 @@ class RankActor:
         os.environ.update(engine_variables(self._num_threads))
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         give_way()
+        leave_removed_folder()
         # Every rank begins at once; those who need it wait for the import to end.
         engine = "cluster.leader" if spec.rank == 0 else "workers.rank"
         threading.Thread(target=import_for_good, args=(engine,), daemon=True).start()

@@ -30,7 +30,7 @@ import ray
 
 from cluster.code_id import code_id, code_roots
 from cluster.errors import SpareError
-from cluster.imports import import_for_good
+from cluster.imports import import_for_good, leave_removed_folder
 from cluster.ray_prestart import (
     drop_notes,
     hook_variable,
@@ -194,6 +194,7 @@ def prepare() -> None:
         else:
             leave_note(f"{place}{os.getpid()}/begun")
             _check_is_wanted(place)
+        leave_removed_folder()
         import_for_good(*SpareKind(role).modules)
         if not has_work:
             if role == SpareKind.RANK:

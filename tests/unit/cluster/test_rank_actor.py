@@ -233,3 +233,15 @@ async def test_a_folder_that_was_changed_in_place_is_refused(folder: Path, exits
     assert f"{folder} on " in outcome.message
     assert "has another config, tokenizer or weights than when the revision was wanted" in outcome.message
     assert exits == [1]
+
+
+@pytest.mark.usefixtures("exits")
+async def test_rank_begins_where_the_folder_that_the_service_was_started_in_is_gone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    actor(folder)
+    assert os.getcwd() == "/", "where torch can be imported"

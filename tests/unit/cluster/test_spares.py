@@ -403,6 +403,19 @@ def test_process_that_cannot_import_ends_unless_it_has_work(
     assert not store.notes
 
 
+@pytest.mark.usefixtures("store")
+def test_spare_in_a_folder_that_was_removed_imports_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    leave_spares("n", RANK, count=1, lifetime_s=600)
+    folders: list[str] = []
+    monkeypatch.setattr(spares, "import_for_good", lambda *names: folders.append(os.getcwd()))
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    become(monkeypatch)
+    assert folders == ["/"]
+
+
 def test_code_has_another_id_when_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "scheduler.py"
     monkeypatch.setattr(code, "_folders", lambda package: [tmp_path])
