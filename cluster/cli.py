@@ -52,10 +52,21 @@ Timeout = Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Give u
 
 def main() -> None:
     """Run the command line."""
+    _open_closed_streams()
     logging.basicConfig(format="%(levelname).1s %(name)s: %(message)s")
     if isinstance(sys.stdout, io.TextIOWrapper):  # which, in a locale that is no UTF-8, would raise; stderr never does
         sys.stdout.reconfigure(errors="backslashreplace")
     run_and_report(_run)
+
+
+def _open_closed_streams() -> None:
+    """Read nothing from, and lose what is written to, streams that a shell has closed (`2>&-`).
+
+    Python has None for these, of which nobody can read, and `print` writes to stdout in place of a stderr that is None.
+    """
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _run() -> None:

@@ -50,3 +50,17 @@ def test_text_that_the_terminal_cannot_show_is_escaped(encoding: str, shown: byt
     variables = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", weft], env=variables, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, shown, b"")
+
+
+@pytest.mark.parametrize(
+    ("closed", "seen"),
+    [("<&-", (b"''\n", b"told\n")), (">&-", (b"", b"told\n")), ("2>&-", (b"'typed'\n", b""))],
+)
+def test_stream_that_the_shell_has_closed_is_empty_and_takes_what_is_written(
+    closed: str, seen: tuple[bytes, bytes]
+) -> None:
+    ran = "print(repr(sys.stdin.read())); print('told', file=sys.stderr); sys.stdout.flush()"
+    weft = f"import sys; from cluster import cli; cli._run = lambda: exec({ran!r}); cli.main()"
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", weft]
+    done = subprocess.run(command, input=b"typed", capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, *seen)
