@@ -49,6 +49,9 @@ TemplateKwargs = Annotated[
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, max=MAX_TIMEOUT_S, help="Give up after so many seconds.")]
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of an output that takes no more: the disk is full, or what this user may have of it is."""
+
 
 def main() -> None:
     """Run the command line."""
@@ -90,7 +93,7 @@ def run_and_report(command: Callable[[], object]) -> None:
     except (ClusterError, ModelError, EngineError, RouterError) as error:
         _fail(error, 1)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in _NO_ROOM:
             raise
         _fail(error, 1)
     except KeyboardInterrupt:

@@ -143,13 +143,14 @@ def test_given_flags_are_those_that_differ_from_their_defaults() -> None:
     assert given(Size(width=3, height=0.0)) == {"height": 0.0}
 
 
-def test_full_disk_under_the_output_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_output_that_takes_no_more_is_told_in_one_line(reason: int, capsys: pytest.CaptureFixture[str]) -> None:
     def write() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(reason, os.strerror(reason))
 
     with pytest.raises(SystemExit, match="1"):
         run_and_report(write)
-    assert capsys.readouterr().err == "Error: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == f"Error: [Errno {reason}] {os.strerror(reason)}\n"
 
 
 @pytest.mark.parametrize(
