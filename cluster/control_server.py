@@ -139,6 +139,8 @@ class ControlServer(ControlServicer):
         self._server: grpc.aio.Server | None = None
         self._logs_read_s = -math.inf
         """When logs were read last, by somebody who was not told that the service stops."""
+        self._ends_s: float | None = None
+        """When all has stopped, and whoever follows logs was told so."""
         self._heard: dict[str, control_pb2.RouterStatus] = {}
         """What each router that reports now says of itself, by its connection."""
 
@@ -150,10 +152,15 @@ class ControlServer(ControlServicer):
 
     async def stop(self) -> None:
         """End every stream and the service, a moment later where somebody follows logs, to whom that is told."""
-        if self._clock() - self._logs_read_s < _FOLLOW_S:
-            await asyncio.sleep(_FOLLOW_S)  # else its command would look for a next controller
+        await self._wait_for_followers()
         if self._server is not None:
             await self._server.stop(grace=_STOP_GRACE_S)
+
+    async def _wait_for_followers(self) -> None:
+        now_s = self._clock()
+        if self._ends_s is None:  # somebody who is not told would look for a next controller
+            self._ends_s = now_s + _FOLLOW_S if now_s - self._logs_read_s < _FOLLOW_S else now_s
+        await asyncio.sleep(self._ends_s - now_s)
 
     async def publish(self) -> None:
         """Tell the watchers when models or replicas have changed since the last call."""
@@ -310,6 +317,7 @@ class ControlServer(ControlServicer):
         async with _refusing(context):
             grace_s = _checked_grace_s(request.grace_s)
         await self._state.shut_down(grace_s)
+        await self._wait_for_followers()  # who is answered may start another service on this port
         return control_pb2.ShutdownResponse()
 
     def outside_routers(self) -> list[control_pb2.RouterStatus]:

@@ -310,6 +310,18 @@ async def test_who_follows_logs_hears_that_the_service_stops_however_soon_it_has
         await asyncio.wait_for(following, 20)  # less than it would wait for a next controller
 
 
+async def test_a_stop_is_answered_when_the_service_ends_also_beside_who_follows_logs(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.control_server._FOLLOW_S", 2.0)
+    with ControlClient(running.address) as client:
+        await asyncio.to_thread(show_logs, client, "m", follows=False, tail_bytes=100, tell=lambda line: None)
+        stopping = asyncio.to_thread(client.shut_down, 0.0)
+        ending = asyncio.create_task(running.server.stop())  # as when all has stopped
+        await stopping
+        await asyncio.wait_for(ending, 1.5)  # else another service finds the port taken
+
+
 async def test_logs_whose_node_does_not_answer_are_named_beside_those_that_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
