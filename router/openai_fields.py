@@ -91,6 +91,8 @@ _UNSERVED: Mapping[str, str] = {
     "return_token_ids": "token ids are returned over gRPC only",
     "return_tokens_as_token_ids": "token ids are returned over gRPC only",
     "return_token_strs": "only the ids of tokens are returned",
+    "extra_body": "what is in it goes into the body itself, beside the other fields",
+    "nvext": "what is in it goes into the body itself, beside the other fields",
 }
 """Fields that are refused when they ask for something, and why."""
 

@@ -136,6 +136,8 @@ async def test_every_form_of_prompt_becomes_a_call_for_each(
         ({"mirostat": 2}, "mirostat", "mirostat is 2, which is not supported yet; allowed: 0"),
         ({"max_new_tokens": 5}, "max_new_tokens", "max_new_tokens is set; allowed: max_tokens"),
         ({"input_ids": [1]}, "input_ids", "input_ids is set; allowed: prompt"),
+        ({"extra_body": {"ignore_eos": True}}, "extra_body", "goes into the body itself"),
+        ({"nvext": {"ignore_eos": True}}, "nvext", "goes into the body itself"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "for a prompt that is no conversation; allowed: max_t"),
         ({"top_logprobs": 2}, "top_logprobs", "for a prompt that is no conversation; allowed: logprobs, which is th"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "is no conversation; allowed: with messages"),
@@ -410,6 +412,7 @@ async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient)
     nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "echo": False}
     nothing |= {"stop_regex": "", "typical_p": 1.0, "mirostat": 0, "repeat_penalty": 1, "enable_thinking": None}
     nothing |= {"use_beam_search": "false", "return_token_ids": 0, "best_of": "1", "top_a": "0"}
+    nothing |= {"extra_body": {}, "nvext": None}
     nothing |= {
         "tfs": 1,
         "eta_cutoff": 0,
