@@ -69,6 +69,8 @@ _UNSERVED: Mapping[str, str] = {
     "no_stop_trim": "include_stop_str_in_output keeps what stops a text",
     "thinking_token_budget": "thinking is not bounded apart from the answer",
     "thinking_budget": "thinking is not bounded apart from the answer",
+    "thinking": "a chat template that has thoughts to turn on or off has a variable for it, in chat_template_kwargs",
+    "reasoning": "how much a model thinks is reasoning_effort, or a variable in chat_template_kwargs",
     "repetition_detection": "repetition_detection is not supported",
     "watermarking": "answers have no watermark",
     "lora_path": "adapters are not supported",

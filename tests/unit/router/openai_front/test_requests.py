@@ -200,6 +200,8 @@ async def test_completion_that_is_refused_names_the_field(
         ({"include_reasoning": False}, "include_reasoning", "is false, which is not supported yet; allowed: true"),
         ({"watermarking": True}, "watermarking", "answers have no watermark"),
         ({"thinking_budget": 0}, "thinking_budget", "thinking is not bounded"),
+        ({"thinking": {"type": "disabled"}}, "thinking", "has a variable for it, in chat_template_kwargs"),
+        ({"reasoning": {"effort": "low"}}, "reasoning", "is reasoning_effort"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "only text is taken"),
         ({"verbosity": "low"}, "verbosity", 'is "low", which is not supported yet; allowed: "medium"'),
         ({"reasoning_effort": "much"}, "reasoning_effort", "Invalid enum value 'much'"),
@@ -412,7 +414,7 @@ async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient)
     nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "echo": False}
     nothing |= {"stop_regex": "", "typical_p": 1.0, "mirostat": 0, "repeat_penalty": 1, "enable_thinking": None}
     nothing |= {"use_beam_search": "false", "return_token_ids": 0, "best_of": "1", "top_a": "0"}
-    nothing |= {"extra_body": {}, "nvext": None}
+    nothing |= {"extra_body": {}, "nvext": None, "thinking": {}, "reasoning": None}
     nothing |= {
         "tfs": 1,
         "eta_cutoff": 0,
