@@ -93,8 +93,10 @@ _UNSERVED: Mapping[str, str] = {
     "return_token_ids": "token ids are returned over gRPC only",
     "return_tokens_as_token_ids": "token ids are returned over gRPC only",
     "return_token_strs": "only the ids of tokens are returned",
+    "return_prompt_text": "the prompt of a conversation is not returned",
     "extra_body": "what is in it goes into the body itself, beside the other fields",
     "nvext": "what is in it goes into the body itself, beside the other fields",
+    "vllm_xargs": "there are no extensions that read it",
 }
 """Fields that are refused when they ask for something, and why."""
 
@@ -152,6 +154,7 @@ _FLAGS = (
     "return_token_ids",
     "return_tokens_as_token_ids",
     "return_token_strs",
+    "return_prompt_text",
     "add_special_tokens",
     "echo",
     "include_reasoning",

@@ -138,6 +138,7 @@ async def test_every_form_of_prompt_becomes_a_call_for_each(
         ({"input_ids": [1]}, "input_ids", "input_ids is set; allowed: prompt"),
         ({"extra_body": {"ignore_eos": True}}, "extra_body", "goes into the body itself"),
         ({"nvext": {"ignore_eos": True}}, "nvext", "goes into the body itself"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "there are no extensions"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "for a prompt that is no conversation; allowed: max_t"),
         ({"top_logprobs": 2}, "top_logprobs", "for a prompt that is no conversation; allowed: logprobs, which is th"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "is no conversation; allowed: with messages"),
@@ -202,6 +203,7 @@ async def test_completion_that_is_refused_names_the_field(
         ({"thinking_budget": 0}, "thinking_budget", "thinking is not bounded"),
         ({"thinking": {"type": "disabled"}}, "thinking", "has a variable for it, in chat_template_kwargs"),
         ({"reasoning": {"effort": "low"}}, "reasoning", "is reasoning_effort"),
+        ({"return_prompt_text": True}, "return_prompt_text", "is not returned"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "only text is taken"),
         ({"verbosity": "low"}, "verbosity", 'is "low", which is not supported yet; allowed: "medium"'),
         ({"reasoning_effort": "much"}, "reasoning_effort", "Invalid enum value 'much'"),
@@ -414,7 +416,7 @@ async def test_fields_that_ask_for_nothing_are_accepted(http: httpx.AsyncClient)
     nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "echo": False}
     nothing |= {"stop_regex": "", "typical_p": 1.0, "mirostat": 0, "repeat_penalty": 1, "enable_thinking": None}
     nothing |= {"use_beam_search": "false", "return_token_ids": 0, "best_of": "1", "top_a": "0"}
-    nothing |= {"extra_body": {}, "nvext": None, "thinking": {}, "reasoning": None}
+    nothing |= {"extra_body": {}, "nvext": None, "thinking": {}, "reasoning": None, "return_prompt_text": "false"}
     nothing |= {
         "tfs": 1,
         "eta_cutoff": 0,
