@@ -59,6 +59,10 @@ class Message(Struct, kw_only=True):
     tool_call_id: str | None = None
     tool_calls: msgspec.Raw = NULL
     function_call: msgspec.Raw = NULL
+    prefix: bool | None = None
+    """Other services continue a final message that has this; here `continue_final_message` says so."""
+    partial: bool | None = None
+    """Another name of `prefix`."""
 
 
 class GenerationRequest(Struct, kw_only=True):
@@ -376,6 +380,11 @@ def _check_num_parts(messages: Sequence[Message]) -> None:
 def _to_chat_message(index: int, message: Message) -> ChatMessage:
     if is_set(message.tool_calls) or is_set(message.function_call):
         raise InvalidRequestError(f"messages[{index}] holds tool calls, which are not supported yet", field="messages")
+    for name, is_continued in (("prefix", message.prefix), ("partial", message.partial)):
+        if is_continued:
+            raise InvalidRequestError(
+                f"messages[{index}].{name} is true; allowed: continue_final_message beside messages", field="messages"
+            )
     return ChatMessage(
         role=template_role(message.role),
         content=content_text(message.content, role=message.role, place=f"messages[{index}].content"),

@@ -180,6 +180,12 @@ async def test_completion_that_is_refused_names_the_field(
             "the chat has 8193 parts of contents; allowed: at most 8192",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "messages[0] holds tool calls"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "So", "prefix": True}]},
+            "messages",
+            "messages[1].prefix is true; allowed: continue_final_message beside messages",
+        ),
+        ({"messages": [USER, {"role": "assistant", "partial": True}]}, "messages", "messages[1].partial is true"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
         ({"tool_choice": "required"}, "tool_choice", '"required"'),
         ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
