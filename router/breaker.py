@@ -1,16 +1,6 @@
 """Circuit breaker of one replica: whether it gets requests, from how earlier ones ended. Pure; time is an argument."""
 
-from enum import StrEnum
-
 from router.config import BreakerConfig
-
-
-class BreakerState(StrEnum):
-    """What a breaker lets through."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
 
 
 class Breaker:
@@ -28,12 +18,6 @@ class Breaker:
         """Whether it lets everything through, whatever the time."""
         return self._open_until_s is None
 
-    def state(self, now_s: float) -> BreakerState:
-        """Return what the breaker lets through now."""
-        if self._open_until_s is None:
-            return BreakerState.CLOSED
-        return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
-
     def allows(self, now_s: float) -> bool:
         """Say whether a request may go to the replica now."""
         if self._open_until_s is None:  # asked of each replica for each request
@@ -41,8 +25,8 @@ class Breaker:
         return now_s >= self._open_until_s and not self._is_probing
 
     def begin(self, now_s: float) -> None:
-        """Note that a request goes to the replica; in the half-open state it is the probe."""
-        if self.state(now_s) is BreakerState.HALF_OPEN:
+        """Note that a request goes to the replica; when the open time is over, it is the probe."""
+        if self._open_until_s is not None and now_s >= self._open_until_s:
             self._is_probing = True
 
     def succeed(self) -> None:
@@ -55,12 +39,13 @@ class Breaker:
     def fail(self, now_s: float) -> None:
         """Note that the replica failed."""
         self._num_failures += 1
-        if self.state(now_s) is BreakerState.OPEN:
+        if self._open_until_s is None:
+            if self._num_failures < self._config.max_failures:
+                return
+        elif now_s < self._open_until_s:
             return  # a straggler from before it opened
-        if self._open_until_s is not None:  # half open: the probe failed
+        else:  # the probe failed
             self._open_s = min(self._open_s * 2, self._config.max_open_s)
-        elif self._num_failures < self._config.max_failures:
-            return
         self._open_until_s = now_s + self._open_s
         self._is_probing = False
 
