@@ -17,9 +17,6 @@ from router.call import ChatMessage, Conversation
 from router.errors import InvalidRequestError, ModelFilesError
 from router.template_sandbox import SandboxedTemplate
 
-ROLES = ("system", "user", "assistant", "tool")
-"""What a message's role may be; a template may accept fewer."""
-
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 """Files that hold a template, where tokenizer_config.json does not."""
 
@@ -52,18 +49,12 @@ class ChatTemplate:
     def render(self, chat: Conversation) -> str:
         """Return the prompt text: up to and with what opens the assistant's turn, or where the conversation has it end.
 
+        Its form was checked before (convert.py).
+
         Raises:
-            InvalidRequestError: no messages, an unknown role, variables that are the template's own, or the template
-                refuses the conversation, or leaves out the message that is to be continued.
+            InvalidRequestError: variables that are the template's own, or the template refuses the conversation, or
+                leaves out the message that is to be continued.
         """
-        if not chat.messages:
-            raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
-        for index, message in enumerate(chat.messages):
-            if message.role not in ROLES:
-                allowed = ", ".join(repr(role) for role in ROLES)
-                raise InvalidRequestError(
-                    f"messages[{index}].role is {message.role!r}; allowed: {allowed}", field="messages"
-                )
         messages = [*chat.messages]
         if chat.continue_final_message:  # the blank shows whether the template trims messages
             messages[-1] = replace(messages[-1], content=f"{messages[-1].content}{_MARK} ")

@@ -20,6 +20,9 @@ MAX_MESSAGES = 8192
 MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
 MAX_REQUEST_ID_CHARS = 128
 
+_ROLES = ("system", "user", "assistant", "tool")
+"""What a message's role may be; a chat template may take fewer."""
+
 _DEFAULTS: Mapping[str, float | int] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -146,15 +149,14 @@ def check_request_id(name: str, request_id: str, max_chars: int = MAX_REQUEST_ID
 
 
 def check_chat(chat: Conversation) -> None:
-    """Check the form of a conversation; what roles it may hold in which order, the model's chat template says."""
+    """Check the form of a conversation; in which order roles may come, the model's chat template says."""
     if not chat.messages:
-        raise InvalidRequestError("the chat has no messages; allowed: at least one", field="messages")
-    for i, message in enumerate(chat.messages):
-        if not message.role:
+        raise InvalidRequestError("messages is empty; allowed: at least one message", field="messages")
+    for index, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            allowed = ", ".join(map(repr, _ROLES))
             raise InvalidRequestError(
-                f"message {i} of the chat has no role; allowed: a role that the model's chat template knows, "
-                "such as 'system', 'user' or 'assistant'",
-                field="messages",
+                f"messages[{index}].role is {message.role!r}; allowed: {allowed}", field="messages"
             )
 
 

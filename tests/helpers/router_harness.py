@@ -18,7 +18,6 @@ from helpers.polling import GUARD_S, poll
 from router.app import BoundAddresses, run_router
 from router.call import Conversation, TokenName
 from router.config import FailoverConfig, LinkConfig, RouterConfig, StaticModel
-from router.errors import InvalidRequestError
 from router.generation_config import GenerationDefaults
 from router.model_text import ModelText
 from router.server import READINESS_SERVICE
@@ -51,9 +50,6 @@ class ByteTokenizer:
         return TokenName(self.decode((token_id,)).encode())
 
     def render_chat(self, chat: Conversation) -> tuple[int, ...]:
-        for message in chat.messages:
-            if message.role not in ("system", "user", "assistant"):
-                raise InvalidRequestError(f"role is {message.role!r}; allowed: system, user, assistant")
         variables = "".join(f"[{name}={value}]" for name, value in chat.template_kwargs.items())
         end = "..." if chat.continue_final_message else "" if chat.add_generation_prompt else "."
         return tuple((variables + "".join(f"<{m.role}>{m.content}" for m in chat.messages) + end).encode())

@@ -383,12 +383,14 @@ BAD_REQUESTS = {
     ),
     "empty text": (text_request(""), None, "the prompt is empty; allowed: at least one token"),
     "no token ids": (ids(), None, "the prompt is empty; allowed: at least one token"),
-    "no messages": (chat(), None, "the chat has no messages; allowed: at least one"),
+    "no messages": (chat(), None, "messages is empty; allowed: at least one message"),
     "no role": (
-        chat(("user", "hi"), ("", "hm")), None, "message 1 of the chat has no role; allowed: a role that the model's "
-        "chat template knows, such as 'system', 'user' or 'assistant'",
+        chat(("user", "hi"), ("", "hm")), None,
+        "messages[1].role is ''; allowed: 'system', 'user', 'assistant', 'tool'",
     ),
-    "strange role": (chat(("wizard", "hi")), None, "role is 'wizard'; allowed: system, user, assistant"),
+    "strange role": (
+        chat(("wizard", "hi")), None, "messages[0].role is 'wizard'; allowed: 'system', 'user', 'assistant', 'tool'",
+    ),
     "many messages": (chat(*[("user", "hi")] * 8193), None, "the chat has 8193 messages; allowed: at most 8192"),
     "too long": (
         ids(*[1] * 512), None, "the prompt has 512 tokens; allowed: at most 511, so that one more fits: this "

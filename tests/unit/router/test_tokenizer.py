@@ -470,8 +470,6 @@ def test_blocks_leave_no_blank_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "said"),
     [
-        ("x", (), "messages is empty"),
-        ("x", (ChatMessage(role="robot", content="hi"),), "messages[0].role is 'robot'; allowed: 'system', 'user'"),
         ("{{ raise_exception('no tools') }}", (ChatMessage(role="user", content="hi"),), "no tools"),
         ("{{ messages[0].content + 1 }}", (ChatMessage(role="user", content="hi"),), "TypeError"),
         ("{{ '\\ud800' }}", (ChatMessage(role="user", content="hi"),), "surrogates not allowed"),
