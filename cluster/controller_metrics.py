@@ -55,10 +55,6 @@ class ControllerCollector(Collector):
         state = self._read()
         return (*_models(state.models), *_groups(state.models), *_routers(state.routers))
 
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: registering must not read the state."""
-        return ()
-
 
 def targets(state: ClusterState, host: str) -> list[dict[str, object]]:
     """Return what `/targets` answers: an entry for each process, with its job and its place as labels.
@@ -112,7 +108,6 @@ class ControllerListener:
         except OSError as error:
             address = join_host_port(host, port)
             raise StartError(f"the controller's metrics cannot listen on {address}: {error.strerror}") from error
-        self._server.daemon_threads = True
         self.address = join_host_port(host, self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_STOP_POLL_S,), daemon=True)
         self._thread.start()
