@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from weft.limits import MAX_TIMEOUT_S
 
 from bench.load.cli import app as bench_app
 from bench.load.cli import replay, simulate
 from cluster.cli_connection import RouterFlags, with_control
-from cluster.cli_flags import MAX_TIMEOUT_S, WholeNamesCommand, given, read_object, with_flags
+from cluster.cli_flags import WholeNamesCommand, given, read_object, with_flags
 from cluster.cli_operate import register
 from cluster.errors import ClusterConfigError, ClusterError, ServiceStoppedError
 from cluster.imports import import_for_good

@@ -12,9 +12,6 @@ from weft.addresses import split_host_port
 
 from cluster.errors import ClusterConfigError
 
-MAX_TIMEOUT_S = 1e9
-"""gRPC takes a time later than this for one that is long past."""
-
 
 def check_address(flag: str, address: str) -> None:
     """Refuse what is no host:port, for gRPC would make something else of it. Raises ClusterConfigError."""

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from weft.limits import MAX_TIMEOUT_S
 
 from cluster.cli_connection import with_control
-from cluster.cli_flags import MAX_TIMEOUT_S
 from cluster.errors import ClusterConfigError
 from cluster.imports import import_for_good
 

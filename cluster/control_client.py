@@ -6,10 +6,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
+from weft.limits import MAX_TIMEOUT_S
 from weft.v1 import control_pb2
 from weft.v1.control_pb2_grpc import ControlStub
 
-from cluster.cli_flags import MAX_TIMEOUT_S
 from cluster.errors import ClusterConfigError, ClusterError, ControllerError
 from cluster.settings_json import settings_json
 from router.tls import InnerTls, connect_blocking

@@ -22,6 +22,7 @@ from typing import Self, Unpack
 
 import grpc
 from weft.addresses import is_loopback
+from weft.limits import MAX_TIMEOUT_S
 from weft.v1 import inference_pb2 as pb
 from weft.v1.inference_pb2_grpc import InferenceStub
 
@@ -48,7 +49,6 @@ from router.client_values import (
     Usage,
 )
 from router.client_wire import (
-    MAX_TIMEOUT_S,
     WAS_CLOSED,
     check_timeout,
     detokenize_request,

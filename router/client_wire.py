@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from weft.limits import MAX_TIMEOUT_S
 from weft.v1 import inference_pb2 as pb
 
 from router.client_values import (
@@ -34,9 +35,6 @@ from router.client_values import (
 from router.errors import InvalidRequestError
 from router.finish_reason import finish_reason
 from router.message_content import content_text
-
-MAX_TIMEOUT_S = 1e9
-"""As over HTTP."""
 
 WAS_CLOSED = "the client was closed"
 

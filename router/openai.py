@@ -29,6 +29,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from weft.limits import MAX_TIMEOUT_S
 
 from router.call import Dispatch, max_context_of
 from router.convert import MAX_REQUEST_ID_CHARS, check_request_id
@@ -61,7 +62,6 @@ _AskedToGenerate = CompletionRequest | ChatCompletionRequest
 _CLIENT_CLOSED_REQUEST = 499
 _TIMEOUT_HEADER = "X-Request-Timeout"
 _ID_HEADER = "X-Request-Id"
-_MAX_TIMEOUT_S = 1e9  # as the command line's for gRPC
 _DRAIN_FACTOR = 16
 """A body too long is read on to this many times the limit, and dropped: clients that are cut off while they still send
 see a broken connection, not the answer."""
@@ -309,9 +309,9 @@ def _read_timeout(text: str | None) -> float | None:
         timeout_s = float(text)
     except ValueError:
         timeout_s = math.nan
-    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequestError(
-            f"{_TIMEOUT_HEADER} is {text!r}; allowed: seconds, more than 0 and at most {_MAX_TIMEOUT_S:.0f}",
+            f"{_TIMEOUT_HEADER} is {text!r}; allowed: seconds, more than 0 and at most {MAX_TIMEOUT_S:.0f}",
             field=_TIMEOUT_HEADER,
         )
     return timeout_s

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from weft.limits import MAX_TEMPERATURE
+from weft.limits import MAX_TEMPERATURE, MAX_TIMEOUT_S
 
-from cluster.cli_flags import MAX_TIMEOUT_S
 from router.tls import INNER_NAME
 
 DEFAULT_ROUTER = "127.0.0.1:50051"

@@ -7,3 +7,5 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_TIMEOUT_S = 1e9
+"""Longest deadline: gRPC takes a later one for one that has passed."""
