@@ -46,11 +46,13 @@ class ModelTokenizer:
         """Digest of the files that it was read from; empty: not known."""
         self.eos_token_id: int | None = None if eos_token is None else tokenizer.token_to_id(eos_token)
         """Id of the token that ends a text, where the vocabulary has it."""
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        """Entries of the vocabulary, added tokens included; the model's own may be padded beyond it."""
+        self.generation_defaults = generation_defaults or GenerationDefaults()
+        """What generation_config.json sets for requests that leave it open."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._generation_defaults = generation_defaults or GenerationDefaults()
         self._special_ids = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_folder(cls, path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Self:
@@ -77,16 +79,6 @@ class ModelTokenizer:
             )
         except (TokenizerError, OSError) as error:
             raise ModelFilesError(str(error)) from error
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the vocabulary, added tokens included; the model's own may be padded beyond it."""
-        return self._vocab_size
-
-    @property
-    def generation_defaults(self) -> GenerationDefaults:
-        """What generation_config.json sets for requests that leave it open."""
-        return self._generation_defaults
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text.
