@@ -32,10 +32,12 @@ from cluster.wanted import (
 
 logger = logging.getLogger(__name__)
 
+BY_OPERATOR = "by an operator"
+"""Why a number of replicas changes, where no autoscaler says so."""
+
 _MAX_CHECKS = 5
 """How often one rollout reads its model, off the event loop: again whenever somebody has changed it meanwhile."""
 _MAX_READERS = 16
-_BY_OPERATOR = "by an operator"
 
 T = TypeVar("T")
 
@@ -94,7 +96,7 @@ class WantedModels:
             self._want(with_texts(wanted, texts, before=self.current), changes)
         return changes
 
-    def scale(self, name: str, replicas: int, *, reason: str = _BY_OPERATOR) -> int:
+    def scale(self, name: str, replicas: int, *, reason: str = BY_OPERATOR) -> int:
         """Want so many replicas of a model, for a reason; return how many were wanted before.
 
         Raises:
@@ -157,7 +159,7 @@ class WantedModels:
     async def _read(self, read: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._readers, read)
 
-    def _want(self, wanted: Models, changes: Sequence[Change], *, reason: str = _BY_OPERATOR) -> None:
+    def _want(self, wanted: Models, changes: Sequence[Change], *, reason: str = BY_OPERATOR) -> None:
         self.check_open()  # others went on while models were read
         for model in wanted.values():
             check_section(model.current.section)  # what is saved must be read by a successor

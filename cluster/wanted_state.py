@@ -31,7 +31,7 @@ from cluster.state_messages import (
     served_model,
 )
 from cluster.wanted import Change, WantedModel
-from cluster.wanted_models import WantedModels
+from cluster.wanted_models import BY_OPERATOR, WantedModels
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class WantedState:
         """Want exactly these models; say what that changes. Raises, as the three below, what WantedModels does."""
         return await self._wanted.apply(specs, dry_run=dry_run)
 
-    def scale(self, name: str, replicas: int, *, reason: str = "by an operator") -> int:
+    def scale(self, name: str, replicas: int, *, reason: str = BY_OPERATOR) -> int:
         """Want so many replicas of a model, for a reason; return how many were wanted before."""
         return self._wanted.scale(name, replicas, reason=reason)
 
