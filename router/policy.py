@@ -1,7 +1,7 @@
 """Choosing a replica: the contract of all policies, and those that look only at load.
 
 Policies are pure: what they know comes as arguments, the random generator from their maker. The one that looks at the
-caches is in prefix_policy.py; who is a candidate at all (ready, not draining, breaker closed), placing.py says.
+caches is in prefix_policy.py; who is a candidate at all (ready, not draining, breaker closed), route.py says.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Which replicas hold which KV blocks: how much of a prompt each replica could reuse.
 
-Knows hashes and replica ids; replica.py feeds it from frames, directory.py asks. Holds exactly what replicas said they
+Knows hashes and replica ids; replica_book.py feeds it from frames, route.py asks. Holds exactly what replicas said they
 hold, so its size is bounded by their caches. Owned by the event loop.
 """
 
