@@ -197,7 +197,7 @@ class RankActor:
         return self._import_leader().open_rendezvous()
 
     async def _follow(self, config: EngineConfig, host: str, port: int) -> None:
-        """Follow the leader to the end; a leader that is lost is one, whatever the thread still waits for."""
+        """Follow the leader until it closes the group or is lost, which is told even while the thread waits for it."""
         loop = asyncio.get_running_loop()
         lost: asyncio.Future[None] = loop.create_future()
 

@@ -1,6 +1,6 @@
 """What a rank of a replica group is told, and what it tells the controller. Imports no Ray.
 
-Outcomes are those of routers too.
+A router tells by an Outcome too why it has ended.
 """
 
 from dataclasses import dataclass, field

@@ -76,8 +76,8 @@ class RouterConnection:
     def open_request(self, request_id: str) -> RequestId | None:
         """Note a request and return its engine id; None when this stream has one of that id in flight.
 
-        No other request has that engine id, of two routers, of two streams of one, or later: of one that was aborted
-        the engine still tells the end.
+        The engine id is unique over all routers, over all streams of a router and over time: the engine still tells
+        the end of a request that was aborted.
         """
         if request_id in self._engine_ids:
             return None

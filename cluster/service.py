@@ -51,7 +51,7 @@ class Service:
     ) -> None:
         self.control_address = control_address
         self.spec = spec
-        """What it was started with; of one that was taken over, which is another one where its file was changed."""
+        """What it was started with; where it was taken over, that may be another file than the caller's."""
         self.was_taken_over = was_taken_over
         """Whether it ran before `start`: somebody may depend on it, whatever state it is in."""
         self.client = ControlClient(control_address, tls=spec.inner_tls)

@@ -59,7 +59,7 @@ def deaf_to_signals() -> Iterator[None]:
 def own_signals_kept() -> Iterator[None]:
     """Put back the handlers that this process had set for SIGINT and SIGTERM, after Ray has set its own.
 
-    What Ray's raise meanwhile, a SystemExit with one code or another, is the KeyboardInterrupt of these.
+    Ray's handlers raise SystemExit, with one code or another; here it becomes the KeyboardInterrupt of these handlers.
     """
     own = {number: handler for number in _ENDING if callable(handler := signal.getsignal(number))}
     try:

@@ -1,7 +1,7 @@
 """The bounded queue in front of the replicas: a place for each request, first come first served, or an early refusal.
 
-A request enters before its prompt is tokenized and starts before a replica is chosen, but when its model has one, so
-everything the router holds for clients is bounded by max_in_flight + max_queued. Who gets a place when is decided in
+A request enters before its prompt is tokenized, and starts when its model has a replica, before one is chosen for it.
+So everything the router holds for clients is bounded by max_in_flight + max_queued. Who gets a place when is decided in
 places.py. Owned by the event loop.
 """
 

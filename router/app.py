@@ -43,8 +43,8 @@ _DATE_S = 1.0
 """How old the Date of an HTTP answer may be."""
 
 _MOST_WAIT_S = 10.0
-"""How long a router that shares its ports may wait for a replica before it serves: the others may have none either, and
-whoever started it takes it for one that hangs after a minute."""
+"""How long a router that shares its ports may wait for a replica before it serves: the other routers may have none
+either, and after a minute whoever started this one takes it for one that hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

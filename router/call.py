@@ -128,7 +128,7 @@ class ModelCard:
 
 
 def max_context_of(model: str, cards: Sequence[ModelCard]) -> int:
-    """Return the context of a model by its name, or of the only one by none; 0 where it has gone meanwhile."""
+    """Return a model's context; the empty name is the only model served. 0: the model has gone meanwhile."""
     return next((card.max_context for card in cards if model in ("", card.name)), 0)
 
 

@@ -109,7 +109,7 @@ class ChatTemplate:
 
 
 def _cut(text: str) -> str:
-    """Return what is before the last mark, without others. Where the template trims the message, so is its end here."""
+    """Return what is before the last mark, without other marks, and trimmed where the template trims the message."""
     before, mark, after = text.rpartition(_MARK)
     if not mark:
         raise InvalidRequestError(

@@ -94,7 +94,7 @@ class Directory:
     @property
     def routes(self) -> list[ModelRoute]:
         """All models, by name; any thread may read them."""
-        routes = self._routes  # another one when a model goes
+        routes = self._routes  # never one that shrinks: `apply` makes a new dict when a model goes
         return [routes[name] for name in sorted(routes)]
 
     @property

@@ -1,6 +1,6 @@
-"""The histogram of gaps between tokens, of which those that come together share one: counted at once, however many.
+"""The histogram of gaps between tokens. Tokens that come together have equal gaps, which are counted at once.
 
-That of prometheus_client counts each by itself, a tenth of the CPU of a router that merges all it can.
+That of prometheus_client counts each by itself, which takes a tenth of the CPU of a router that merges all it can.
 """
 
 from bisect import bisect_left

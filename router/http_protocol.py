@@ -21,7 +21,7 @@ MAX_HEAD_BYTES = 64 << 10
 Trailers and what else is neither head nor body count too."""
 
 _MAX_BEHIND = 16
-"""So many requests behind the one that is answered are read, for who does not read does not hear that a client left."""
+"""Requests that are read behind the one that is answered: only a connection that is read tells that its client left."""
 
 _LAST_BODY_S = 2.0
 """How long a server that stops waits for the rest of a body."""
@@ -215,8 +215,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _end_without_farewell(self) -> None:
-        """Cut off a client that has its answers and does not read that TLS ends, as one does whose connection is idle:
-        for half a minute asyncio waits for its part, and so would a stop. It has from one look to the next."""
+        """Cut off a client that has its answers and does not read that TLS ends, as clients of idle connections do not:
+        asyncio waits half a minute for its part of the end, and so would a stop. It has from one look to the next."""
         waited = self._waits_for_farewell
         self._waits_for_farewell = self.transport.is_closing() and not self.transport.get_write_buffer_size()
         if waited and self._waits_for_farewell:

@@ -86,7 +86,7 @@ class OneRequest:
 
     is_counted: bool = False
     failure: str = ""
-    """Outcome of the first of its calls that failed, and of the others, which are ended for it; empty: none has."""
+    """Outcome of the first of its calls that failed, for which the others are ended, with the same one. Empty: none."""
 
 
 class Tenant:

@@ -1,7 +1,7 @@
 """What a chat message says, from the forms in which clients of model servers write it: a string, text parts, or null.
 
 The HTTP front and the Python SDK share it, so that a conversation means the same over both; on the wire it is a string.
-The fronts share what roles are called.
+What roles are called, the HTTP and the gRPC front share.
 """
 
 from router.errors import InvalidRequestError

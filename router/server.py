@@ -372,14 +372,14 @@ class GrpcListener:
 
 
 class _Methods:
-    """Where methods register, so that a message that cannot be read is theirs to refuse, as where the text of a string
-    is cut within a character: gRPC itself would tell UNKNOWN, and log a traceback each time."""
+    """Registers methods so that they are given a message that cannot be read, and refuse it: one with a string that is
+    cut within a character, say. gRPC itself would answer UNKNOWN, and log a traceback each time."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """See grpc.aio.Server: for the same methods, which gRPC would only look for if they were not registered."""
+        """See grpc.aio.Server. Drops them: gRPC looks there only for methods that are not registered, and all are."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """See grpc.aio.Server."""

@@ -74,7 +74,8 @@ class _Budget:
 
 
 _BUDGET: ContextVar[_Budget] = ContextVar("_BUDGET")
-"""Unset while a template is compiled: what is not to be had for nothing is not folded then, but fails, and is left."""
+"""Unset while a template is compiled: jinja then computes constants ahead, and leaves to the rendering what fails, as
+whatever takes from the budget does."""
 
 
 class SandboxedTemplate:

@@ -123,7 +123,7 @@ class ModelTokenizer:
 
 
 def is_alike(digest: str, other: str) -> bool:
-    """Whether two digests show no difference, as those that versions of Weft have made in different ways cannot."""
+    """Whether two digests show no difference; what versions of Weft have made in different ways is not compared."""
     return digest == other or digest.partition("-")[0] != other.partition("-")[0]
 
 

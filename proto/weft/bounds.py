@@ -66,7 +66,7 @@ def _rule(hint: Any) -> _Rule:
 
 
 def _is_within(value: Any, bound: Bound) -> bool:
-    match bound:  # so that what is no number is not within
+    match bound:  # a NaN fails every comparison, and so is not within
         case Ge(ge=least):
             return bool(value >= least)
         case Gt(gt=below):
