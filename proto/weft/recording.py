@@ -19,9 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
+from annotated_types import Ge
+
+from weft.bounds import check_fields
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +57,13 @@ class RecordingConfig:
 
     folder: str | None = None
     """An absolute path, on every node; each process makes a file of its own in it. None: nothing is recorded."""
-    max_bytes: int = 1 << 30
+    max_bytes: Annotated[int, Ge(1 << 16)] = 1 << 30
     """Size at which a file ends; what is decided after that is lost."""
 
     def __post_init__(self) -> None:
         if self.folder is not None and not Path(self.folder).is_absolute():
             raise RecordingError(f"folder is {self.folder!r}; allowed: an absolute path, the same on every node")
-        if self.max_bytes < 1 << 16:
-            raise RecordingError(f"max_bytes is {self.max_bytes}; allowed: at least {1 << 16}")
+        check_fields(self, RecordingError)
 
     def open(self, name: str) -> "Recorder | None":
         """Return a recorder with a new file; None where nothing is recorded, or the disk is full.

@@ -181,6 +181,7 @@ def test_each_model_has_its_own_hash_key() -> None:
             "router.tls.cert: unknown key; allowed: cert_",
         ),
         ({"router": {"policy": "random"}}, "router.policy: \"random\"; allowed: 'round_robin', 'least_loaded'"),
+        ({"recording": {"max_bytes": 5}}, "recording.max_bytes: 5; allowed: greater than or equal to 65536"),
         ({"router": {"num_routers": 0}}, "router.num_routers: 0; allowed: greater than or equal to 1"),
         (
             {"models": [{"path": "m", "name": "m" * 129}]},
