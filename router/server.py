@@ -64,26 +64,24 @@ class InferenceServer(InferenceServicer):
         self, request: pb.GenerateRequest | DecodeError, context: _Context
     ) -> None:
         """Stream the deltas of one call; a client that cancels, or its deadline, cancels this task and so the call."""
+        await _answer(context, self._generate(request, context))
+
+    async def _generate(self, request: pb.GenerateRequest | DecodeError, context: _Context) -> None:
+        tenant = self._identify(context)
         try:
-            tenant = self._identify(context)
-            try:
-                asked = generate_call(_readable(request), timeout_s=context.time_remaining())
-            except RouterError as error:
-                request_id = "" if isinstance(request, DecodeError) else request.request_id
-                self._dispatch.refuse(error, request_id=request_id, tenant=tenant)
-                raise
-            trace_context = read_context(context.invocation_metadata() or ()) if self._reads_trace_context else ()
-            call = replace(asked, tenant=tenant, trace_context=trace_context)
-            async with (
-                _PatientWriter(context, self._write_timeout_s) as writer,
-                aclosing(self._dispatch.generate(call)) as deltas,
-            ):
-                async for delta in deltas:
-                    await writer.write(generate_response(delta))
+            asked = generate_call(_readable(request), timeout_s=context.time_remaining())
         except RouterError as error:
-            await _abort(context, error)
-        except Exception as error:
-            await _abort_unexpected(context, error)
+            request_id = "" if isinstance(request, DecodeError) else request.request_id
+            self._dispatch.refuse(error, request_id=request_id, tenant=tenant)
+            raise
+        trace_context = read_context(context.invocation_metadata() or ()) if self._reads_trace_context else ()
+        call = replace(asked, tenant=tenant, trace_context=trace_context)
+        async with (
+            _PatientWriter(context, self._write_timeout_s) as writer,
+            aclosing(self._dispatch.generate(call)) as deltas,
+        ):
+            async for delta in deltas:
+                await writer.write(generate_response(delta))
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: _Context
