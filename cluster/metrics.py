@@ -6,6 +6,7 @@ Names begin with weft_ and end in their unit. Gauges and counters are read when 
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from weft.buckets import BUCKETS_S
@@ -120,10 +121,7 @@ class _Histogram:
             self._sum += value
 
     def family(self, name: str, label_names: tuple[str, ...], label_values: tuple[str, ...]) -> Metric:
-        buckets, total = [], 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
+        buckets = zip((*map(str, self._bounds), "+Inf"), accumulate(self._counts), strict=True)
         family = HistogramMetricFamily(name, self._text, labels=label_names)
-        family.add_metric(label_values, buckets, self._sum)
+        family.add_metric(label_values, list(buckets), self._sum)
         return family
