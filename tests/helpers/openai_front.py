@@ -22,7 +22,6 @@ async def serving(dispatch: FakeDispatch) -> AsyncIterator[str]:
     """Run the front on a free loopback port; yields its address."""
     app = create_app(dispatch, max_body_bytes=MAX_BODY_BYTES, ready=lambda: True)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     running = asyncio.create_task(server.serve())
     async with asyncio.timeout(10):
         while not server.started:  # noqa: ASYNC110 (uvicorn has no event to wait for)
