@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -217,15 +216,14 @@ def token_lists(tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
             yield encoding.ids
 
 
-def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, temperature: float = 0.0) -> str:
-    """The model's continuation of a prompt whose special tokens are written in."""
+def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str) -> str:
+    """The model's likeliest continuation of a prompt whose special tokens are written in."""
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False).ids])
-    choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None}
-    if temperature:
-        choice = {"do_sample": True, "temperature": temperature, "top_p": None, "top_k": 0}
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009 - its annotations do not fit its own class
     with torch.inference_mode():
-        output = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, **choice)
+        output = generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=False, temperature=None, top_p=None
+        )
     text: str = tokenizer.decode(output[0, ids.shape[1] :].tolist(), skip_special_tokens=False)
     return text
 
