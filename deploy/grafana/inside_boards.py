@@ -6,6 +6,17 @@ Every query is run against a live Prometheus by tests/e2e/test_boards_and_traces
 from panels import Board, Panel
 from promql import INSTALLATION, MODEL, REPLICA, mean, models_of, percentiles, quantile, rate, share
 
+
+def _of_replicas(counter: str) -> str:
+    """Return the rate of a counter of each replica."""
+    return rate(counter, REPLICA, by="installation, replica")
+
+
+def _of_ranks(counter: str) -> str:
+    """Return the rate of a counter of each rank."""
+    return rate(counter, REPLICA, by="installation, replica, rank")
+
+
 REPLICAS = Board(
     name="replicas",
     title="Replicas and ranks",
@@ -91,8 +102,8 @@ REPLICAS = Board(
                 "asks for those prefixes again, or they are gone before somebody does.",
                 unit="none",
                 queries={
-                    "{{replica}}: saved": rate("weft_kv_saved_blocks_total", REPLICA, by="installation, replica"),
-                    "{{replica}}: loaded": rate("weft_kv_loaded_blocks_total", REPLICA, by="installation, replica"),
+                    "{{replica}}: saved": _of_replicas("weft_kv_saved_blocks_total"),
+                    "{{replica}}: loaded": _of_replicas("weft_kv_loaded_blocks_total"),
                 },
             ),
             Panel(
@@ -109,10 +120,8 @@ REPLICAS = Board(
                 text="Running requests that gave up their blocks, and the tokens that were computed again for it.",
                 unit="none",
                 queries={
-                    "{{replica}}": rate("weft_preemptions_total", REPLICA, by="installation, replica"),
-                    "{{replica}}: tokens again": rate(
-                        "weft_recomputed_tokens_total", REPLICA, by="installation, replica"
-                    ),
+                    "{{replica}}": _of_replicas("weft_preemptions_total"),
+                    "{{replica}}: tokens again": _of_replicas("weft_recomputed_tokens_total"),
                 },
             ),
         ],
@@ -145,21 +154,21 @@ REPLICAS = Board(
                 title="Steps",
                 text="Steps per second.",
                 unit="ops",
-                queries={"{{replica}}": rate("weft_steps_total", REPLICA, by="installation, replica")},
+                queries={"{{replica}}": _of_replicas("weft_steps_total")},
             ),
             Panel(
                 title="Busy",
                 text="Part of the time in which a step is in flight.",
                 unit="percentunit",
-                queries={"{{replica}}": rate("weft_busy_seconds_total", REPLICA, by="installation, replica")},
+                queries={"{{replica}}": _of_replicas("weft_busy_seconds_total")},
             ),
             Panel(
                 title="Tokens",
                 text="Through the model, and sampled.",
                 unit="suffix: tok/s",
                 queries={
-                    "{{replica}}: computed": rate("weft_computed_tokens_total", REPLICA, by="installation, replica"),
-                    "{{replica}}: generated": rate("weft_generation_tokens_total", REPLICA, by="installation, replica"),
+                    "{{replica}}: computed": _of_replicas("weft_computed_tokens_total"),
+                    "{{replica}}: generated": _of_replicas("weft_generation_tokens_total"),
                 },
             ),
         ],
@@ -170,8 +179,7 @@ REPLICAS = Board(
                 unit="s",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_busy_seconds_total", REPLICA, by="installation, replica, rank"),
-                        rate("weft_rank_steps_total", REPLICA, by="installation, replica, rank"),
+                        _of_ranks("weft_rank_busy_seconds_total"), _of_ranks("weft_rank_steps_total")
                     )
                 },
             ),
@@ -182,9 +190,9 @@ REPLICAS = Board(
                 unit="percentunit",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_model_idle_seconds_total", REPLICA, by="installation, replica, rank"),
-                        f"({rate('weft_rank_model_busy_seconds_total', REPLICA, by='installation, replica, rank')} "
-                        f"+ {rate('weft_rank_model_idle_seconds_total', REPLICA, by='installation, replica, rank')})",
+                        _of_ranks("weft_rank_model_idle_seconds_total"),
+                        f"({_of_ranks('weft_rank_model_busy_seconds_total')} "
+                        f"+ {_of_ranks('weft_rank_model_idle_seconds_total')})",
                     )
                 },
             ),
@@ -196,8 +204,7 @@ REPLICAS = Board(
                 unit="Bps",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_model_read_bytes_total", REPLICA, by="installation, replica, rank"),
-                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="installation, replica, rank"),
+                        _of_ranks("weft_rank_model_read_bytes_total"), _of_ranks("weft_rank_model_busy_seconds_total")
                     )
                 },
             ),
@@ -208,8 +215,7 @@ REPLICAS = Board(
                 unit="flops",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_model_flops_total", REPLICA, by="installation, replica, rank"),
-                        rate("weft_rank_model_busy_seconds_total", REPLICA, by="installation, replica, rank"),
+                        _of_ranks("weft_rank_model_flops_total"), _of_ranks("weft_rank_model_busy_seconds_total")
                     )
                 },
             ),
@@ -225,8 +231,7 @@ REPLICAS = Board(
                 unit="percentunit",
                 queries={
                     "{{replica}}/{{rank}}": share(
-                        rate("weft_rank_collective_seconds_total", REPLICA, by="installation, replica, rank"),
-                        rate("weft_rank_busy_seconds_total", REPLICA, by="installation, replica, rank"),
+                        _of_ranks("weft_rank_collective_seconds_total"), _of_ranks("weft_rank_busy_seconds_total")
                     )
                 },
             ),
