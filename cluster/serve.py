@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from weft.v1 import control_pb2
@@ -18,6 +18,9 @@ from cluster.imports import import_for_good
 from cluster.signals import signals_as_interrupts
 from cluster.status_view import ChangeView, StartView, bounds
 from router.tls import InnerTls
+
+if TYPE_CHECKING:
+    from cluster.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
             raise
 
 
-def watch_service(service: Any, console: Console, *, stays: bool) -> None:
+def watch_service(service: "Service", console: Console, *, stays: bool) -> None:
     """Show how a service comes up, then, where the command stays, what changes in it until it ends; interrupts stop it.
 
     One that was taken over goes on when who does not stay is interrupted, as if it had returned.
@@ -94,7 +97,7 @@ def watch_service(service: Any, console: Console, *, stays: bool) -> None:
         console.print("Stopped.")
 
 
-def _wait_until_ready(service: Any, console: Console, *, stays: bool) -> control_pb2.GetStatusResponse:
+def _wait_until_ready(service: "Service", console: Console, *, stays: bool) -> control_pb2.GetStatusResponse:
     """Return the last status; not asked for again, since a controller may die at any time.
 
     Ends a service that does not come up, but one that was there before goes on with whatever of it is READY.
