@@ -175,7 +175,7 @@ class ControlServer(ControlServicer):
             self._changed.notify_all()
 
     async def WatchReplicas(  # noqa: N802 - the name in control.proto
-        self, request: control_pb2.WatchReplicasRequest, context: Any
+        self, request: control_pb2.WatchReplicasRequest, context: _Context
     ) -> AsyncIterator[control_pb2.WatchReplicasResponse]:
         """Stream the whole membership, now and at every change."""
         seen = 0
@@ -203,7 +203,7 @@ class ControlServer(ControlServicer):
                 yield control_pb2.GetModelFilesResponse(name=name, data=data[start : start + _PART_BYTES])
 
     async def GetStatus(  # noqa: N802
-        self, request: control_pb2.GetStatusRequest, context: Any
+        self, request: control_pb2.GetStatusRequest, context: _Context
     ) -> control_pb2.GetStatusResponse:
         """Tell everything that `weft status` shows."""
         return control_pb2.GetStatusResponse(
@@ -219,7 +219,7 @@ class ControlServer(ControlServicer):
         )
 
     async def ReportDemand(  # noqa: N802
-        self, request_iterator: AsyncIterator[control_pb2.ReportDemandRequest], context: Any
+        self, request_iterator: AsyncIterator[control_pb2.ReportDemandRequest], context: _Context
     ) -> control_pb2.ReportDemandResponse:
         """Hear what clients ask of one router and where it is, until it goes or falls silent."""
         reports, peer = aiter(request_iterator), context.peer()
@@ -299,7 +299,7 @@ class ControlServer(ControlServicer):
         return control_pb2.ReadLogsResponse(chunks=chunks, stopping=self._state.is_stopping, unread=unread)
 
     async def ReadMetrics(  # noqa: N802
-        self, request: control_pb2.ReadMetricsRequest, context: Any
+        self, request: control_pb2.ReadMetricsRequest, context: _Context
     ) -> AsyncIterator[control_pb2.ReadMetricsResponse]:
         """Stream the pages of this cluster's processes that answer; nothing else is fetched."""
         groups = [group for model in self._state.model_statuses() for group in model.groups]
@@ -311,7 +311,7 @@ class ControlServer(ControlServicer):
             yield control_pb2.ReadMetricsResponse(address=address, page=page)
 
     async def Shutdown(  # noqa: N802
-        self, request: control_pb2.ShutdownRequest, context: Any
+        self, request: control_pb2.ShutdownRequest, context: _Context
     ) -> control_pb2.ShutdownResponse:
         """Stop routers and groups; the controller ends after the answer."""
         async with _refusing(context):
