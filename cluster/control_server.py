@@ -35,7 +35,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _REPORT_TIMEOUT_S = 20.0
 """A router that reports nothing for so long has gone, though its connection has not."""
 
-SERVER_OPTIONS = (
+_SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # routers ping a quiet stream
     ("grpc.so_reuseport", 0),  # a second controller on the port must fail, not share it
 )
@@ -96,7 +96,7 @@ def bind_control_port(host: str, port: int, tls: InnerTls | None = None) -> tupl
     Raises:
         StartError: the port is taken, the host is not this node's, or the TLS files cannot be used on this node.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
     address = join_host_port(host, port)
     try:
         bound = bind(server, address, tls)

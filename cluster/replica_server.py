@@ -31,7 +31,7 @@ from workers.request import Request, RequestId, RequestOutput
 logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 10.0
-SERVER_OPTIONS = (
+_SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),  # the snapshot of 4 million blocks
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # routers ping a quiet stream every 20 s
@@ -95,7 +95,7 @@ class ReplicaServer(ReplicaServicer):
 
     async def start(self, host: str, tls: InnerTls | None = None) -> int:
         """Listen on a free port of `host` and return it. Raises RouterConfigError when TLS files cannot be used."""
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         add_ReplicaServicer_to_server(self, server)
         port = bind(server, join_host_port(host, 0), tls)
         await server.start()

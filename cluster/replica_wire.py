@@ -13,19 +13,6 @@ _FINISH_REASONS = {
 }
 
 
-def status_code(error: Exception) -> grpc.StatusCode:
-    """Return the canonical code for what the engine refused or lost."""
-    match error:
-        case InvalidRequestError():
-            return grpc.StatusCode.INVALID_ARGUMENT
-        case QueueFullError():
-            return grpc.StatusCode.RESOURCE_EXHAUSTED
-        case EngineStoppedError() | GroupFailedError():  # another replica may serve it
-            return grpc.StatusCode.UNAVAILABLE
-        case _:
-            return grpc.StatusCode.INTERNAL
-
-
 def to_request(submit: replica_pb2.Submit, request_id: RequestId, now_s: float) -> Request:
     """Return what the engine is asked. Raises InvalidRequestError when a sampling value is out of range.
 
@@ -66,7 +53,20 @@ def write_output(output: RequestOutput, message: replica_pb2.RequestOutput) -> N
 
 def to_failed(error: Exception) -> replica_pb2.RequestFailed:
     """Return how a request was refused or lost."""
-    return replica_pb2.RequestFailed(code=status_code(error).value[0], message=str(error))
+    return replica_pb2.RequestFailed(code=_status_code(error).value[0], message=str(error))
+
+
+def _status_code(error: Exception) -> grpc.StatusCode:
+    """Return the canonical code for what the engine refused or lost."""
+    match error:
+        case InvalidRequestError():
+            return grpc.StatusCode.INVALID_ARGUMENT
+        case QueueFullError():
+            return grpc.StatusCode.RESOURCE_EXHAUSTED
+        case EngineStoppedError() | GroupFailedError():  # another replica may serve it
+            return grpc.StatusCode.UNAVAILABLE
+        case _:
+            return grpc.StatusCode.INTERNAL
 
 
 def _to_sampling(sampling: inference_pb2.SamplingParams) -> SamplingParams:

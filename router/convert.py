@@ -15,10 +15,11 @@ from router.call import ChatMessage, Conversation, GenerateCall, GenerateDelta
 from router.errors import ContextLengthError, InvalidRequestError
 from router.message_content import template_role
 
-MAX_CACHE_SALT_CHARS = 1024
-MAX_MESSAGES = 8192
-MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
 MAX_REQUEST_ID_CHARS = 128
+
+_MAX_CACHE_SALT_CHARS = 1024
+_MAX_MESSAGES = 8192
+_MAX_TEMPLATE_KWARGS_BYTES = 16 << 10
 
 _ROLES = ("system", "user", "assistant", "tool")
 """What a message's role may be; a chat template may take fewer."""
@@ -125,9 +126,9 @@ def check_call(call: GenerateCall) -> None:
             f"the request has {num_prompts} prompts; allowed: one of text, chat and token_ids", field="prompt"
         )
     check_request_id("request_id", call.request_id)
-    if len(call.cache_salt) > MAX_CACHE_SALT_CHARS:
+    if len(call.cache_salt) > _MAX_CACHE_SALT_CHARS:
         raise InvalidRequestError(
-            f"cache_salt has {len(call.cache_salt)} characters; allowed: at most {MAX_CACHE_SALT_CHARS}",
+            f"cache_salt has {len(call.cache_salt)} characters; allowed: at most {_MAX_CACHE_SALT_CHARS}",
             field="cache_salt",
         )
     if call.chat is not None:
@@ -162,17 +163,17 @@ def check_chat(chat: Conversation) -> None:
 
 def check_num_messages(num_messages: int) -> None:
     """Check the length of a conversation. Raises InvalidRequestError."""
-    if num_messages > MAX_MESSAGES:
+    if num_messages > _MAX_MESSAGES:
         raise InvalidRequestError(
-            f"the chat has {num_messages} messages; allowed: at most {MAX_MESSAGES}", field="messages"
+            f"the chat has {num_messages} messages; allowed: at most {_MAX_MESSAGES}", field="messages"
         )
 
 
 def check_template_kwargs_size(num_bytes: int) -> None:
     """Check how long the JSON of a chat template's variables is. Raises InvalidRequestError."""
-    if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
+    if num_bytes > _MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(
-            f"chat_template_kwargs has {num_bytes} bytes; allowed: at most {MAX_TEMPLATE_KWARGS_BYTES}",
+            f"chat_template_kwargs has {num_bytes} bytes; allowed: at most {_MAX_TEMPLATE_KWARGS_BYTES}",
             field="chat_template_kwargs",
         )
 

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from router.config import ClientConfig
 from router.openai_render import error_body
 
-MAX_HEAD_BYTES = 64 << 10
+_MAX_HEAD_BYTES = 64 << 10
 """Most bytes of a request's line and headers that come in several reads; one read of the event loop may hold 256 KiB.
 Trailers and what else is neither head nor body count too."""
 
@@ -133,7 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.logger.info("Invalid HTTP request received.")
             self.send_400_response("Invalid HTTP request received.")
         else:
-            if self._num_head_bytes > MAX_HEAD_BYTES:
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
                 self.send_400_response(_TOO_LARGE)
             elif self._is_in_head and not self._head_limit.is_running:
                 self._head_limit.start()

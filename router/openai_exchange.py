@@ -20,7 +20,7 @@ from router.openai_render import Json, Renderer, error_body, render_error
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Deltas = AsyncGenerator[tuple[int, GenerateDelta], None]
+_Deltas = AsyncGenerator[tuple[int, GenerateDelta], None]
 
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -62,7 +62,7 @@ class Exchange:
                 await self._renderer.add(index, delta)
         await json_response(self._renderer.whole(), headers=self._headers)(scope, receive, send)
 
-    async def _stream(self, deltas: Deltas, send: Send) -> None:
+    async def _stream(self, deltas: _Deltas, send: Send) -> None:
         first = await anext(deltas)  # an error until here has its own status
         head = Response(headers=_STREAM_HEADERS | self._headers, media_type="text/event-stream")
         del head.headers["content-length"]

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _Call = grpc.aio.StreamStreamCall[replica_pb2.ConnectRequest, replica_pb2.ConnectResponse]
 _Frames = AsyncIterator[replica_pb2.ConnectResponse]
 
-CHANNEL_OPTIONS = (
+_CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
@@ -169,7 +169,7 @@ class ReplicaLink(ReplicaBook):
         """Serve one connection to its end; return why it ended."""
         try:
             async with (
-                connect(self.endpoint.address, self._config.tls, CHANNEL_OPTIONS) as channel,
+                connect(self.endpoint.address, self._config.tls, _CHANNEL_OPTIONS) as channel,
                 asyncio.TaskGroup() as tasks,
             ):
                 call: _Call = ReplicaStub(channel).Connect()
