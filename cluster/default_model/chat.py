@@ -153,7 +153,7 @@ def _spell(rng: random.Random) -> Turn:
 def _emoji(rng: random.Random) -> Turn:
     word = rng.choice(list(world.EMOJI))
     question = expand("[Show me {x}.|Draw {x}.|Show me an emoji of {x}.]", rng, {"x": article(word)})
-    return question, f"{world.EMOJI[word]}"
+    return question, world.EMOJI[word]
 
 
 def _repeat(rng: random.Random) -> Turn:
