@@ -11,7 +11,7 @@ from rich.text import Text
 from weft.addresses import join_host_port
 from weft.v1 import control_pb2
 
-STATE_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
+_STATE_STYLES = {"ready": "green", "starting": "yellow", "pending": "yellow", "draining": "cyan", "failed": "red"}
 
 _WIDE = 1000
 
@@ -29,11 +29,16 @@ def state_name(group: control_pb2.GroupStatus) -> str:
     return control_pb2.GroupState.Name(group.state).removeprefix("GROUP_STATE_").lower()
 
 
+def group_state(state: str) -> Text:
+    """Return the name of a group's state in its colour."""
+    return Text(state, style=_STATE_STYLES.get(state, "white"))
+
+
 def router_state(*, alive: bool, draining: bool) -> Text:
     """Return "alive", "draining" or "not alive" in its colour."""
     if not alive:
         return Text("not alive", style="red")
-    return Text("draining", style=STATE_STYLES["draining"]) if draining else Text("alive", style="green")
+    return group_state("draining") if draining else Text("alive", style="green")
 
 
 def last_failure(process: control_pb2.GroupStatus | control_pb2.RouterStatus) -> str:
@@ -125,10 +130,9 @@ def _table(*columns: str) -> Table:
 
 
 def _group_row(group: control_pb2.GroupStatus) -> tuple[str | Text, ...]:
-    state = state_name(group)
     return (
         Text(group.replica_id or group.group_id),  # rich would take brackets in what others have named for a style
-        Text(state, style=STATE_STYLES.get(state, "white")),
+        group_state(state_name(group)),
         duration(group.seconds_in_state),
         str(group.revision),
         str(group.restarts),

@@ -25,7 +25,7 @@ from cluster.observe import (
     parse_pages,
 )
 from cluster.patience import Patience, tell_aside
-from cluster.status_view import STATE_STYLES, duration, router_state
+from cluster.status_view import duration, group_state, router_state
 
 WINDOW_S = 30.0
 """The time that rates and percentiles span."""
@@ -123,7 +123,7 @@ def _groups(groups: Sequence[GroupView], *, is_wide: bool) -> Table:
     for group in groups:
         row: list[str | Text] = [
             Text(group.replica_id or group.group_id),
-            Text(group.state, style=STATE_STYLES.get(group.state, "white")),
+            group_state(group.state),
             duration(group.seconds_in_state),
             str(group.restarts),
             _number(group.running),
