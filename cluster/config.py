@@ -315,6 +315,17 @@ class ClusterFile(Section):
     """Mutual TLS between routers, replicas, the controller and the `weft` command; null: plain text."""
     ray: RaySection = RaySection()
 
+    @property
+    def ports(self) -> dict[str, int | None]:
+        """What is listened on, by setting; 0: any free port, None: nothing."""
+        return {
+            "router.port": self.router.port,
+            "router.http_port": self.router.http_port,
+            "router.metrics_port": self.router.metrics_port,
+            "controller.port": self.controller.port,
+            "controller.metrics_port": self.controller.actual_metrics_port,
+        }
+
 
 def load_cluster_file(path: Path) -> dict[str, Any]:
     """Return the YAML file's mapping, not yet checked. Raises ClusterConfigError when there is none."""
@@ -395,15 +406,8 @@ def _check_unique(models: list[ModelSpec]) -> None:
 
 
 def _check_ports(file: ClusterFile) -> None:
-    ports = {
-        "router.port": file.router.port,
-        "router.http_port": file.router.http_port,
-        "router.metrics_port": file.router.metrics_port,
-        "controller.port": file.controller.port,
-        "controller.metrics_port": file.controller.actual_metrics_port,
-    }
     owner: dict[int, str] = {}
-    for name, port in ports.items():
+    for name, port in file.ports.items():
         if port and port in owner:
             raise ClusterConfigError(f"{name}: {port} is {owner[port]} already; allowed: a port of its own, or 0")
         if port:

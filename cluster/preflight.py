@@ -127,15 +127,7 @@ def _with_absolute_files(router: RouterConfig) -> RouterConfig:
 
 
 def _check_ports(spec: ClusterSpec) -> None:
-    router = spec.router
-    ports = {
-        "router.port": router.grpc_port,
-        "router.http_port": router.http_port,
-        "router.metrics_port": router.metrics_port,
-        "controller.port": spec.control_port,
-        "controller.metrics_port": spec.control_metrics_port,
-    }
-    for name, port in ports.items():
+    for name, port in spec.file.ports.items():
         try:
             _bind(spec.host, port or 0)
         except (OSError, ValueError) as error:
