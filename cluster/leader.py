@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from weft.addresses import join_host_port
 
@@ -106,11 +107,9 @@ class LedReplica:
         """Wait for the engine to fail, and raise what it failed with."""
         while self._failure is None:
             self.collector.take_observations()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_TAKE_OBSERVATIONS_S):
                     await self._failed.wait()
-            except TimeoutError:
-                pass
         raise self._failure
 
     async def drain(self) -> None:
@@ -119,11 +118,9 @@ class LedReplica:
 
     async def terminate(self, grace_s: float) -> None:
         """Drain for at most `grace_s`, then make `wait_failed` say that it was told to end."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.drain()
-        except TimeoutError:
-            pass
         if self._failure is None:
             self._on_failure(GroupTerminatedError("was told to end by SIGTERM"))
 

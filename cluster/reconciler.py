@@ -7,6 +7,7 @@ formation.py, when in lifecycle.py, what is told in control_server.py.
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import grpc
@@ -150,11 +151,9 @@ class Reconciler:
                 await self._service.publish()
             if self._nodes is not None:
                 await self._nodes.want(self.state.missing_bundles())
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
 
     def _note_logs(self) -> None:
         self._logs.note([*self.state.log_sources(), _log_of(self._life)])

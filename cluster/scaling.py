@@ -6,6 +6,7 @@ A look adds up what replicas and routers say now. What another number means for 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -71,11 +72,9 @@ class Scaling:
         while True:
             if not self._state.is_adopting:
                 await self.look()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._ledger.somebody_waits.wait()
-            except TimeoutError:
-                pass
             self._ledger.somebody_waits.clear()
 
     async def look(self) -> None:

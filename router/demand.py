@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,11 +80,9 @@ class DemandReporter:
             await self._pause()
 
     async def _pause(self) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_S):
                 await self._is_urgent.wait()
-        except TimeoutError:
-            pass
         self._is_urgent.clear()
         await asyncio.sleep(_MIN_GAP_S)
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -130,11 +130,9 @@ class Directory:
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Return when something changed, or after a while."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
 
     async def run(self) -> None:
         """Follow membership until cancelled; then close all links."""

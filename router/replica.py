@@ -159,11 +159,9 @@ class ReplicaLink(ReplicaBook):
             self.state = LinkState.CLOSED
 
     async def _back_off(self, num_failures: int) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._config.next_wait_s(num_failures, self._rng)):
                 await self._may_leave.wait()
-        except TimeoutError:
-            pass
 
     async def _run_connection(self) -> str:
         """Serve one connection to its end; return why it ended."""
