@@ -14,6 +14,8 @@ from cluster.errors import ClusterConfigError, ClusterError, ControllerError
 from cluster.settings_json import settings_json
 from router.tls import InnerTls, connect_blocking
 
+_TIMEOUT_S = 10.0
+"""Limit of a question, and of a change that takes no time."""
 _CHANGE_TIMEOUT_S = 600.0
 """Limit of one change: a model that comes from a hub may be fetched first."""
 
@@ -30,10 +32,9 @@ class ControlClient:
     leave its locks taken, and whatever is called then would wait for good.
     """
 
-    def __init__(self, address: str, *, tls: InnerTls | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, tls: InnerTls | None = None) -> None:
         """Connect, with TLS where the controller has it. Raises RouterConfigError when a TLS file cannot be read."""
         self._address = address
-        self._timeout_s = timeout_s
         self._tls = tls
         self._channel = connect_blocking(address, tls, [("grpc.use_local_subchannel_pool", 1)])
         self._stub = ControlStub(self._channel)
@@ -53,7 +54,7 @@ class ControlClient:
 
     def status(self) -> control_pb2.GetStatusResponse:
         """Return the state of models, groups and routers. Raises ControllerError."""
-        return self._call(self._stub.GetStatus, control_pb2.GetStatusRequest(), self._timeout_s)
+        return self._call(self._stub.GetStatus, control_pb2.GetStatusRequest(), _TIMEOUT_S)
 
     def apply(self, settings: Mapping[str, Any], *, dry_run: bool) -> Sequence[control_pb2.Change]:
         """Want exactly the models of a cluster file; return what that changes.
@@ -68,7 +69,7 @@ class ControlClient:
     def scale(self, model: str, replicas: int) -> int:
         """Want so many replicas; return how many were wanted before. Raises as `apply`."""
         request = control_pb2.ScaleRequest(model=model, replicas=replicas)
-        return self._call(self._stub.Scale, request, self._timeout_s).previous_replicas
+        return self._call(self._stub.Scale, request, _TIMEOUT_S).previous_replicas
 
     def rollout(self, model: str, settings: Mapping[str, Any], *, undo: bool = False) -> control_pb2.RolloutResponse:
         """Replace a model's groups, or go back. Raises as `apply`."""
@@ -79,7 +80,7 @@ class ControlClient:
     def drain(self, target: str, *, grace_s: float | None = None, undo: bool = False) -> control_pb2.DrainResponse:
         """Take a replica or a node out of service, or a node into it again. Raises ControllerError."""
         request = control_pb2.DrainRequest(target=target, grace_s=grace_s, undo=undo)
-        return self._call(self._stub.Drain, request, self._timeout_s)
+        return self._call(self._stub.Drain, request, _TIMEOUT_S)
 
     def read_logs(self, target: str, offsets: Mapping[str, int], *, tail_bytes: int) -> control_pb2.ReadLogsResponse:
         """Return what logs hold after these offsets; without an offset, from `tail_bytes` before the end.
@@ -87,7 +88,7 @@ class ControlClient:
         Raises ControllerError.
         """
         request = control_pb2.ReadLogsRequest(target=target, offsets=offsets, tail_bytes=tail_bytes)
-        return self._call(self._stub.ReadLogs, request, 2 * self._timeout_s)
+        return self._call(self._stub.ReadLogs, request, 2 * _TIMEOUT_S)
 
     def read_metrics(self, addresses: Iterable[str]) -> Mapping[str, bytes]:
         """Return the metrics pages at these addresses of `status`, by way of the controller.
@@ -96,13 +97,13 @@ class ControlClient:
         """
         request = control_pb2.ReadMetricsRequest(addresses=addresses)
         pages = self._call(
-            lambda asked, timeout: [*self._stub.ReadMetrics(asked, timeout=timeout)], request, 2 * self._timeout_s
+            lambda asked, timeout: [*self._stub.ReadMetrics(asked, timeout=timeout)], request, 2 * _TIMEOUT_S
         )
         return {each.address: each.page for each in pages}
 
     def shut_down(self, grace_s: float) -> None:
         """Stop everything; returns when it has stopped. Raises ControllerError."""
-        timeout_s = min(grace_s, MAX_TIMEOUT_S) + self._timeout_s  # settings take longer ones than gRPC does
+        timeout_s = min(grace_s, MAX_TIMEOUT_S) + _TIMEOUT_S  # settings take longer ones than gRPC does
         self._call(self._stub.Shutdown, control_pb2.ShutdownRequest(grace_s=grace_s), timeout_s)
 
     def _call(self, method: Callable[..., _AnswerT], request: object, timeout_s: float) -> _AnswerT:

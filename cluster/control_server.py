@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib import metadata
@@ -120,7 +120,6 @@ class ControlServer(ControlServicer):
         address: str = "",
         metrics_address: str = "",
         num_restarts: int = 0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: `started`: the settings that the service started with; None: the defaults."""
         self.address = address
@@ -130,9 +129,8 @@ class ControlServer(ControlServicer):
         self._demand = demand
         self._metrics_address = metrics_address
         self._num_restarts = num_restarts
-        self._clock = clock
         self._version = metadata.version("weft")  # reads files
-        self._started_s = clock()
+        self._started_s = time.monotonic()
         self._changed = asyncio.Condition()
         self._file_readers = ThreadPoolExecutor(_MAX_FILE_READERS, "model files")  # a file system may hang
         self._membership = control_pb2.WatchReplicasResponse(version=0)
@@ -157,7 +155,7 @@ class ControlServer(ControlServicer):
             await self._server.stop(grace=_STOP_GRACE_S)
 
     async def _wait_for_followers(self) -> None:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if self._ends_s is None:  # somebody who is not told would look for a next controller
             self._ends_s = now_s + _FOLLOW_S if now_s - self._logs_read_s < _FOLLOW_S else now_s
         await asyncio.sleep(self._ends_s - now_s)
@@ -210,7 +208,7 @@ class ControlServer(ControlServicer):
             models=self._state.model_statuses(),
             routers=self._routers(),
             version=self._version,
-            uptime_s=self._clock() - self._started_s,
+            uptime_s=time.monotonic() - self._started_s,
             nodes=await self._state.node_statuses(),
             controller=control_pb2.ControllerStatus(
                 pid=os.getpid(), restarts=self._num_restarts, stopping=self._state.is_stopping
@@ -295,7 +293,7 @@ class ControlServer(ControlServicer):
         ]
         unread = [name for name, piece in pieces.items() if piece is None]
         if not self._state.is_stopping:
-            self._logs_read_s = self._clock()
+            self._logs_read_s = time.monotonic()
         return control_pb2.ReadLogsResponse(chunks=chunks, stopping=self._state.is_stopping, unread=unread)
 
     async def ReadMetrics(  # noqa: N802
