@@ -1,7 +1,6 @@
 """The operations between the matrix products in Triton, one launch each: norm, rotation, cache write, SiLU-mul.
 
-Arithmetic is float32. Shape
-letters as in base.py. Each mirrors the operation of `Kernels` of its name.
+Arithmetic is float32. Shape letters as in base.py. Each mirrors the operation of `Kernels` of its name.
 """
 
 import torch

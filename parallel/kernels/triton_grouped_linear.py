@@ -1,6 +1,6 @@
 """A grouped matrix product in Triton, for GPUs and dtypes for which torch has none that stays on the device.
 
-Not tuned on one.
+Its tiles are not tuned on such a GPU.
 
 A program makes one tile of the result. Tiles never span two experts: expert x has ceil(rows / tile rows) of them, so
 that there are at most ceil(R / tile rows) + X, whatever was chosen; those past the last end at once.

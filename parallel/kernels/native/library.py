@@ -70,9 +70,9 @@ class Operations:
     activate: Callable[..., None]
     """The activation, in place."""
     gate_rows: Callable[..., None]
+    """Rows times a sigmoid each, in place."""
     sum_squares: Callable[..., None]
     norm_part: Callable[..., None]
-    """Rows times a sigmoid each, in place."""
     rotary: Callable[..., None]
     write_cache: Callable[..., None]
     write_cache_int8: Callable[..., None]

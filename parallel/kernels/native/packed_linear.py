@@ -42,7 +42,7 @@ def _is_fit(num_out: int, num_in: int, dtype: torch.dtype, programs: Programs | 
 
 
 class NativeLinear:
-    """Implements `PackedLinear`; the weight is laid out in panels of 32 outputs, in place where they are whole.
+    """Implements `SearchedLinear`; the weight is laid out in panels of 32 outputs, in place where they are whole.
 
     Args:
         keeps_sums: results are float32, not rounded to the dtype of the weight.
