@@ -41,7 +41,7 @@ from parallel.kernels.native.library import (
     load_operations,
     load_programs,
 )
-from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack, can_pack_in_place
+from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack, can_pack_in_place, in_rows
 from parallel.kernels.native.program import CompiledLayers
 from parallel.kernels.native.rank_sums import NativeAllReduce
 from parallel.kernels.native.structures import ACTIVATIONS, LayerParams, StepLayout
@@ -419,7 +419,7 @@ class NativeCpuKernels:
 
 
 class RowLinear:
-    """A weight as it was loaded, read at the speed of memory.
+    """Implements `SearchedLinear`. A weight as it was loaded, read at the speed of memory.
 
     By dot products of pairs the result is float32, some rows at a time. Where there are none, more than a few rows
     are torch's business, and results are rounded as there.
@@ -436,7 +436,7 @@ class RowLinear:
         is_fast, most_rows = self._operations.has_dot_products(num_in, False), self._operations.most_rows
         if not is_fast and len(x_TI) > most_rows:
             return F.linear(x_TI, self._weight_OI)
-        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+        x_TI = in_rows(x_TI)
         out_TO = x_TI.new_empty(len(x_TI), num_out, dtype=torch.float32)
         for rows, out in zip(x_TI.split(most_rows), out_TO.split(most_rows), strict=True):
             self._operations.multiply_rows(
@@ -450,7 +450,7 @@ class RowLinear:
         num_out, num_in = self._weight_OI.shape
         if not self._operations.has_dot_products(num_in, False):
             return largest_outputs(self(x_TI))
-        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+        x_TI = in_rows(x_TI)
         values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
         for start in range(0, len(x_TI), self._operations.most_rows):
             rows = x_TI[start : start + self._operations.most_rows]

@@ -9,6 +9,7 @@ from torch import Tensor
 from parallel.kernels.host_arrays import Int64Array
 from parallel.kernels.native.build import build_library
 from parallel.kernels.native.library import load_draws, load_edits, load_largest, load_ranking
+from parallel.kernels.native.packed_linear import in_rows
 from parallel.kernels.native.structures import DRAW, to_draw_array
 from parallel.kernels.sampling import Draws, Edits, NoiseArray, TokenChoice, edit_in_torch
 
@@ -22,7 +23,7 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
     def choose(logits_SV: Tensor, draws: Draws | None) -> Tensor:
         if draws is not None:
             return draw_rows(logits_SV, to_draw_array(draws), 0)[1]
-        logits = _in_rows(logits_SV if logits_SV.dtype in find_largest else logits_SV.float())
+        logits = in_rows(logits_SV if logits_SV.dtype in find_largest else logits_SV.float())
         token_ids = torch.empty(len(logits), dtype=torch.int64)
         rows = token_ids.data_ptr(), logits.data_ptr(), logits.stride(0), *logits.shape
         find_largest[logits.dtype](*rows, num_threads)
@@ -35,14 +36,14 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
         return draw_rows(logits_SV, settings, first_token)
 
     def draw_rows(logits_SV: Tensor, settings: np.typing.NDArray[np.void], first_token: int) -> tuple[Tensor, Tensor]:
-        logits = _in_rows(logits_SV.float())
+        logits = in_rows(logits_SV.float())
         token_ids, scores = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         rows = token_ids.data_ptr(), scores.data_ptr(), logits.data_ptr(), logits.stride(0), *logits.shape
         draw(*rows, settings.ctypes.data, first_token, num_threads)
         return scores, token_ids
 
     def rank(logits_SV: Tensor, rows: Int64Array, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        logits, rows = _in_rows(logits_SV), np.ascontiguousarray(rows)
+        logits, rows = in_rows(logits_SV), np.ascontiguousarray(rows)
         totals, values = torch.empty(len(rows)), torch.empty(len(rows), number)
         token_ids = torch.empty(len(rows), number, dtype=torch.int64)
         ranked = totals.data_ptr(), values.data_ptr(), token_ids.data_ptr()
@@ -58,7 +59,3 @@ def make_native_choice(library: Path | None = None) -> TokenChoice:
         edit_logits(logits_SV.data_ptr(), logits_SV.stride(0), *logits_SV.shape, *columns, first_token, num_threads)
 
     return TokenChoice(choose, find, rank, edit)
-
-
-def _in_rows(logits_SV: Tensor) -> Tensor:
-    return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()

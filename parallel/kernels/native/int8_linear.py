@@ -6,7 +6,7 @@ from torch import Tensor
 from parallel.host_memory import HugePages, forget
 from parallel.kernels.linears import Search
 from parallel.kernels.native.library import Int8Operations
-from parallel.kernels.native.packed_linear import PANEL
+from parallel.kernels.native.packed_linear import PANEL, in_rows
 from parallel.kernels.native.tape import Recorder, Tape
 
 _STEP = 64
@@ -62,8 +62,7 @@ class NativeInt8Linear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See `PackedLinear`."""
-        if x_TI.stride(1) != 1:
-            x_TI = x_TI.contiguous()
+        x_TI = in_rows(x_TI)
         out_TO = x_TI.new_empty(len(x_TI), self._num_out)
         self._multiply(
             *(out_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI), self._packed.data_ptr()),
@@ -83,8 +82,7 @@ class NativeInt8Linear:
     def drawn(self, x_TI: Tensor, search: Search, first_token: int) -> tuple[Tensor, Tensor]:
         """See `DrawnLinear`."""
         assert search.edits is None, "most_edited_rows"
-        if x_TI.stride(1) != 1:
-            x_TI = x_TI.contiguous()
+        x_TI = in_rows(x_TI)
         values_T, indices_T = x_TI.new_empty(len(x_TI), dtype=torch.float32), torch.empty(len(x_TI), dtype=torch.int64)
         self._largest(
             *(values_T.data_ptr(), indices_T.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), len(x_TI)),
