@@ -8,7 +8,7 @@ from parallel.errors import ConfigError, UnsupportedModelError
 from parallel.families.fields import Fields
 from parallel.families.rope import WHOLE_HEADS, Rope, read_rotary
 
-ACTIVATIONS = {
+_ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu": Activation.GELU,
@@ -64,16 +64,16 @@ def describe_common(
         norm_eps=fields.number(eps_name, default_eps),
         rotaries=(rotary,) * num_layers,
         sliding_windows=(None,) * num_layers,
-        activation=read_activation(fields, "hidden_act", "silu"),
+        activation=_read_activation(fields),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
     )
 
 
-def read_activation(fields: Fields, name: str, default: str) -> Activation:
-    """The activation that a field names."""
-    activation = ACTIVATIONS.get(fields.text(name, default))
+def _read_activation(fields: Fields) -> Activation:
+    name = fields.text("hidden_act", "silu")
+    activation = _ACTIVATIONS.get(name)
     if activation is None:
-        raise UnsupportedModelError(f"{name} is {fields.text(name)!r}; supported: {', '.join(ACTIVATIONS)}")
+        raise UnsupportedModelError(f"hidden_act is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
     return activation
 
 
