@@ -23,7 +23,7 @@ from parallel.quantization.packing import Packing, Stored
 from parallel.shard import Piece, ShardedParameter
 from parallel.weight_files import STORED_DTYPES, FileBytes, StoredTensors
 
-PACKINGS: Sequence[Packing] = (Mxfp4Packing(), Fp8TilePacking())
+_PACKINGS: Sequence[Packing] = (Mxfp4Packing(), Fp8TilePacking())
 """Ways to store a matrix in fewer bits, known by the tensors that they have beside or in place of its own."""
 
 OpenFiles = Mapping[Path, StoredTensors]
@@ -225,7 +225,7 @@ def _find_packed(
     if len(read.shape) != num_leading + 2:
         return None
     num_rows, num_columns = read.shape[:-3:-1] if read.is_transposed else read.shape[-2:]
-    for packing in PACKINGS:
+    for packing in _PACKINGS:
         tensors = packing.stored(name, (num_rows, num_columns))
         if not any(stored.name in files for stored in tensors if stored.name != name):
             continue

@@ -20,8 +20,8 @@ from parallel.position_description import (
     YarnScaling,
 )
 
-KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-_NAMES: Mapping[str, str] = {**{kind: kind for kind in KINDS}, "su": "longrope"}  # an early name
+_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_NAMES: Mapping[str, str] = {**{kind: kind for kind in _KINDS}, "su": "longrope"}  # an early name
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -39,7 +39,7 @@ class Rope:
     layer_kind: str | None = None
     """Read the set of this kind of layers, where the config has several."""
     kinds: Mapping[str, str] | None = None
-    """What the configs of the family call their kinds of scaling -> one of KINDS; None: all, as they are called."""
+    """What the configs of the family call their kinds of scaling -> one of _KINDS; None: all, as they are called."""
 
 
 WHOLE_HEADS = Rope()
@@ -92,7 +92,7 @@ def _read_scaling(fields: Fields, rope: Fields, max_positions: int, kinds: Mappi
     if name == "mrope" or "mrope_section" in rope:  # newer configs say "default", and the sections
         raise UnsupportedModelError(
             "the rotary embedding is mrope: it turns by the time, height and width of image patches, which a token of "
-            f"text does not have; supported: text models with {', '.join(KINDS)}"
+            f"text does not have; supported: text models with {', '.join(_KINDS)}"
         )
     match kinds.get(name):
         case "default":
