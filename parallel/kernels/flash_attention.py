@@ -4,7 +4,6 @@ It is reached through torch's varlen attention, which takes block tables from to
 implementation is activated. Checked on a CPU up to the call only (shapes and arguments); not yet run on a GPU.
 """
 
-import importlib
 import importlib.util
 import inspect
 import logging
@@ -79,9 +78,7 @@ class FlashAttention:
 
 
 def torch_takes_block_tables() -> bool:
-    """Whether torch's varlen attention has what a paged cache needs: that of 2.11 does not, and 2.9 has none."""
-    try:
-        varlen = importlib.import_module("torch.nn.attention.varlen")
-    except ImportError:
-        return False
-    return {"enable_gqa", "seqused_k", "block_table"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
+    """Whether torch's varlen attention has what a paged cache needs: that of 2.11 does not."""
+    from torch.nn.attention.varlen import varlen_attn  # see `FlashAttention`
+
+    return {"enable_gqa", "seqused_k", "block_table"} <= inspect.signature(varlen_attn).parameters.keys()

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,13 +64,10 @@ def _varlen_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, retu
     raise AssertionError("not to be called")
 
 
-@pytest.mark.parametrize("varlen", [SimpleNamespace(varlen_attn=_varlen_of_2_11), None], ids=["2.11", "2.9"])
-def test_a_torch_without_block_tables_leaves_attention_to_others(
-    monkeypatch: pytest.MonkeyPatch, varlen: ModuleType | None
-) -> None:
+def test_a_torch_without_block_tables_leaves_attention_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=_varlen_of_2_11))
     assert FlashAttention.find(torch.device("cuda")) is None
 
 
