@@ -20,7 +20,7 @@ from workers.plan import ModelOutput, StepPlan
 from workers.queueing import ServingOrder
 from workers.request import Finish, FinishReason, Request, RequestId, TokenLogprobs
 from workers.roster import Roster
-from workers.sequence import NO_SLOT, Sequence, SequenceStatus, make_finish
+from workers.sequence import NO_SLOT, Sequence, SequenceStatus
 
 _MIN_PART = 128
 """Tokens of prompts that a plan is not cut below for the sake of others in flight: with as many, most devices compute
@@ -417,7 +417,8 @@ class Scheduler:
         stop_string: str | None = None,
         stop_token_id: int | None = None,
     ) -> Finish:
-        finish = make_finish(sequence, reason, now_s, stop_string=stop_string, stop_token_id=stop_token_id)
+        usage = sequence.usage(now_s)
+        finish = Finish(reason=reason, usage=usage, stop_string=stop_string, stop_token_id=stop_token_id)
         sequence.finish = finish
         self._end(sequence)
         return finish

@@ -6,7 +6,7 @@ The scheduler owns every field; others read. Blocks are managed by kv_cache_mana
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from workers.request import Finish, FinishReason, Request, RequestId, Usage
+from workers.request import Finish, Request, RequestId, Usage
 
 NO_SLOT = -1
 
@@ -129,15 +129,3 @@ class Sequence:
             prefill_s=first_token_s - first_scheduled_s,
             decode_s=now_s - first_token_s,
         )
-
-
-def make_finish(
-    sequence: Sequence,
-    reason: FinishReason,
-    now_s: float,
-    *,
-    stop_string: str | None = None,
-    stop_token_id: int | None = None,
-) -> Finish:
-    """Return how the sequence ended, with its usage up to now."""
-    return Finish(reason=reason, usage=sequence.usage(now_s), stop_string=stop_string, stop_token_id=stop_token_id)
