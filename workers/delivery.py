@@ -91,7 +91,8 @@ class Delivery:
         sequence, token_id = token.sequence, token.token_id
         request_id = sequence.request.request_id
         if token_id is None:
-            return self._fail(request_id, token.error or RequestFailedError("nothing was sampled"))
+            assert token.error is not None, "a step gives a token or an error"
+            return self._fail(request_id, token.error)
         stream = self._streams[request_id]
         self._note_token(stream, now_s)
         try:
