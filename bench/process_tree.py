@@ -69,7 +69,7 @@ def measure_tree(pid: int) -> TreeMemory:
 
 
 @contextmanager
-def watch_tree(pid: int, *, interval_s: float = 0.25) -> Iterator[Peak]:
+def watch_tree(pid: int, *, interval_s: float) -> Iterator[Peak]:
     """Sample the tree of `pid` in a thread until the block ends; the yielded peak is final then."""
     peak = Peak()
     done = threading.Event()

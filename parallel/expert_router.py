@@ -71,7 +71,7 @@ class Router:
         return torch.empty(self._moe.num_experts, dtype=dtype, device=context.device)
 
 
-def choose_experts(moe: MoeDescription, logits_TX: Tensor, choice_bias_X: Tensor | None = None) -> Routing:
+def choose_experts(moe: MoeDescription, logits_TX: Tensor, choice_bias_X: Tensor | None) -> Routing:
     """The experts of each token and their weights, in float32 from the logits on."""
     logits_TX = logits_TX.float()
     match moe.score:

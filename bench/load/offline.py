@@ -114,9 +114,7 @@ class OfflineResult:
         return statistics.median(values) if values else None
 
 
-def measure_offline(
-    options: OfflineOptions, tell: Callable[[OfflineResult], None], watcher: OfflineWatcher | None = None
-) -> None:
+def measure_offline(options: OfflineOptions, tell: Callable[[OfflineResult], None], watcher: OfflineWatcher) -> None:
     """Load the model, measure what the machine can, and run each workload: once to warm up, then `repeats` times.
 
     `tell` is called with the result, also with what there is of it when the rest fails or is interrupted.
@@ -124,7 +122,6 @@ def measure_offline(
     Raises ClusterError, ModelError, EngineError: the model, a setting or a dataset cannot be used; for a dataset that
     cannot be read, or is too long for the model, before anything is loaded.
     """
-    watcher = watcher or OfflineWatcher()
     watcher.begin("find or make the model", None)
     folder = find_model(options.model)
     config = engine_config(folder, options.settings)

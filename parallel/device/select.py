@@ -10,7 +10,7 @@ from parallel.errors import DeviceError
 NAMES = ("auto", "cpu", "cuda")
 
 
-def select_device(name: str = "auto", local_rank: int = 0) -> Device:
+def select_device(name: str, local_rank: int = 0) -> Device:
     """The device called `name`; "auto" takes CUDA where there is one.
 
     Args:

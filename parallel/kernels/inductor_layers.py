@@ -59,7 +59,7 @@ class InductorLayers:
         run: RunLayers,
         record: Callable[[], AbstractContextManager[Tape]],
         cache: Path,
-        compile_piece: CompilePiece | None = None,
+        compile_piece: CompilePiece | None,
     ) -> None:
         self._run = run
         self._record = record
