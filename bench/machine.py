@@ -57,7 +57,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "weft": _version("weft"),
+        "weft": _version(),
         "commit": _commit(),
     }
 
@@ -104,9 +104,9 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _version(package: str) -> str | None:
+def _version() -> str | None:
     try:
-        return version(package)
+        return version("weft")
     except PackageNotFoundError:
         return None
 

@@ -15,7 +15,7 @@ class Generate:
     """One batch that runs until its longest request is done; tokens beyond those asked for do not count."""
 
     def __init__(self, setup: Setup) -> None:
-        self._model = load_model(setup, attention="sdpa")
+        self._model = load_model(setup)
 
     def describe(self) -> Loaded:
         """Return the versions of transformers and torch."""
@@ -41,14 +41,14 @@ class Generate:
         return Answer(tokens=tokens, first_s=first.at_s)
 
 
-def load_model(setup: Setup, *, attention: str) -> Any:
+def load_model(setup: Setup) -> Any:
     """Return the model in the dtype asked for. Raises ValueError for one that is 8 bits."""
     if setup.dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype is {setup.dtype!r}; allowed: 'bfloat16', 'float16', 'float32'")
     torch.set_num_threads(setup.num_threads)
     dtype = getattr(torch, setup.dtype)
     auto: Any = transformers.AutoModelForCausalLM
-    options = {"dtype": dtype, "attn_implementation": attention, "device_map": setup.device}
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "device_map": setup.device}
     model = auto.from_pretrained(setup.model, **options).eval()
     model.generation_config.eos_token_id = None  # `generate` takes from it what its caller leaves open
     return model

@@ -16,7 +16,7 @@ class ContinuousBatching:
     """A manager of continuous batching with a thread of its own, kept between jobs."""
 
     def __init__(self, setup: Setup) -> None:
-        self._model = load_model(setup, attention="sdpa")
+        self._model = load_model(setup)
         config = _config(setup)
         self._manager = self._model.init_continuous_batching(
             generation_config=make_config(Sampling(), setup.max_context), continuous_batching_config=config
