@@ -9,6 +9,9 @@ from cluster.errors import ClusterConfigError, ClusterError
 from parallel.errors import ParallelError
 from workers.errors import EngineError
 
+INTERRUPTED = 130
+"""The exit status after an interrupt, as a shell has it for SIGINT."""
+
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a script, which is run by `python -m`."""
@@ -54,7 +57,7 @@ def run_script(main: Callable[[], object]) -> None:
     except (ClusterError, ParallelError, EngineError) as error:
         _fail(error, 1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def _fail(error: Exception, status: int) -> None:

@@ -27,10 +27,9 @@ from rich.table import Table
 
 from bench.load.geometries import find_model
 from bench.result_line import add_json_flag, append_line, end_with_line
-from bench.script import make_parser, run_script
+from bench.script import INTERRUPTED, make_parser, run_script
 from parallel.device.select import select_device
 
-_INTERRUPTED = 130
 _PEERS = "llama.cpp,openvino,vllm"
 _JSON = '{"benchmark": '
 
@@ -192,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.print(f"\n{benchmark.name}: python -m {benchmark.command}")
             results.append(run(benchmark, tell=print, file=args.json))
     except KeyboardInterrupt:
-        _end(args, results, status=_INTERRUPTED)
+        _end(args, results, status=INTERRUPTED)
     _end(args, results, status=int(any(result.failure for result in results)))
 
 

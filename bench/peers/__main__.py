@@ -25,12 +25,9 @@ from bench.peers.measure import Options, measure
 from bench.peers.report import make_report, print_report
 from bench.peers.worker import Sampling
 from bench.result_line import add_json_flag, end_with_line
-from bench.script import make_parser, run_script
+from bench.script import INTERRUPTED, make_parser, run_script
 from workers.errors import InvalidRequestError
 from workers.request import SamplingParams
-
-_INTERRUPTED = 130
-"""The exit status, as a shell has it for SIGINT."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if outcome.failure is not None:
         raise outcome.failure
     if outcome.was_interrupted:
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

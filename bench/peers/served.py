@@ -42,7 +42,7 @@ from bench.paused_service import PausedService, start_service
 from bench.peers.catalog import WEFT, Start, default_venvs, find_start
 from bench.plain_json import to_plain
 from bench.result_line import add_json_flag, end_with_line
-from bench.script import count, length, make_parser, run_script
+from bench.script import INTERRUPTED, count, length, make_parser, run_script
 from workers.cores import give_way
 
 _VLLM = "vllm"
@@ -50,8 +50,6 @@ _READY_TIMEOUT_S = 900.0
 """vLLM compiles when it first sees a model."""
 _ANY_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0", "--control-port", "0")
 _NUM_WARMUP = 16
-_INTERRUPTED = 130
-"""The exit status, as a shell has it for SIGINT."""
 _MIN_KNOWN = 0.9
 """Share of the model's tokens that its tokenizer must know."""
 
@@ -134,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(broke_off, BenchError):
         raise broke_off
     if broke_off is not None:
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 def measure_both(options: Options, measured: list[Measured], *, tell: Callable[[str], None]) -> None:
