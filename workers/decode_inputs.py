@@ -83,7 +83,7 @@ class DecodeRun:
     def go_on(self, token_ids: list[int]) -> StepInputs:
         """Return the inputs of the next step, whose blocks are in the slots; `token_ids` are its `next_tokens`.
 
-        Whose last token was not known in the step before, its last one is not known in this.
+        Tokens that the step before took from `fed_slots`, as the host did not know them, this one takes from there too.
         """
         last = self._last
         assert last is not None, "next_tokens"

@@ -75,7 +75,7 @@ class ModelRunner:
         self._config = config
         self._caches: list[LayerCache] = []
         self._rows_RBX = torch.empty(0)
-        """The memory of the caches, by blocks."""
+        """The memory of the caches, by blocks. The thread that populates it ends when this is gone."""
         groups = decoder.layer_groups
         self.windows = groups.windows
         """Sliding window of each group of layers that has a block table."""

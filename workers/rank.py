@@ -124,7 +124,7 @@ def lead_group(
     """
     if config.parallel.world_size == 1:
         _set_num_threads(config, num_local_ranks=1)
-        runner = _load(config, Mesh.single(), int, progress, stats)
+        runner = _load(config, Mesh.single(), int, progress, stats)  # `int`: one rank agrees with itself
         num_blocks = runner.choose_num_blocks()
         runner.allocate(num_blocks)
         return LocalExecutor(runner, num_blocks=num_blocks)

@@ -73,11 +73,11 @@ class Rehearsal:
                 self._run_step([*((0, length) for length in lengths[:-1]), (start, lengths[-1])])
 
     def measure_graph_bytes(self) -> int:
-        """Return what graphs will take, by the three largest of each kind: they bring the memory of what is in between,
-        which all share, the first most of it (fewer tokens may have more partitions). Each of the others is taken to
-        need as much as the one after the first that needs least.
+        """Return the bytes that graphs will take, estimated from the three largest of each kind.
 
-        They are of the small cache, and dropped when the real one is seen.
+        These bring the memory of intermediate results, which all graphs share: the first most of it, the next ones
+        some, for fewer tokens may have more partitions. Each of the rest is taken to need the lesser of what the second
+        and the third need. The graphs are of the small cache, and dropped when the real one is seen.
         """
         graph_bytes = 0
         with self._small_cache():
@@ -140,7 +140,9 @@ class Rehearsal:
             self._run_size(step)
 
     def _is_recorded(self, step: StepBucket) -> bool:
-        """As far as is known: the first that is refused whole shows that all are, and is recorded in pieces."""
+        """Whether the layers record steps of this kind, as far as is known: the first that cannot be recorded whole
+        shows that none can, and is recorded in pieces.
+        """
         if step.is_in_pieces:
             return not self._decoder.records_chunks
         return self._decoder.records_chunks if step.num_chunks else self._decoder.records_whole_steps

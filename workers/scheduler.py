@@ -70,8 +70,8 @@ class Scheduler:
 
     Looking ahead: a sequence can be in the next plan too, whose share of it begins with the token that is being
     sampled; the ranks know that before the scheduler does. Should it turn out to be the last, the share was for
-    nothing. Who gives way is in no plan in flight; where only such as are could, and need not be back before they are
-    planned again, nothing is planned until they are.
+    nothing. A sequence that is in a plan in flight does not give way. Where only such ones could, and would be planned
+    again before they are back, nothing is planned until all are back: else none would ever give way.
 
     Order is the policy's (queueing.py). Where it has levels, a waiting sequence displaces a running one of a later
     level from its slot, not from its blocks: those are kept while nobody needs them, so that mostly nothing is computed
@@ -88,7 +88,7 @@ class Scheduler:
         max_in_flight: int,
         looks_ahead: bool = False,
     ) -> None:
-        """`max_in_flight` plans at most; `looks_ahead`: of those with a sequence in them two may sample, else one."""
+        """At most `max_in_flight` plans; `looks_ahead`: two of them may sample for the same sequence, else one."""
         self._config = config
         self._cache = cache
         self.limits = LengthLimits(max_context=max_context, cache_tokens=cache.layout.max_sequence_tokens(max_context))

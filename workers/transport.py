@@ -39,7 +39,8 @@ _SLICE_MS = 50
 """How often a wait for one rank looks at the others."""
 _LOOK_S = 1.0
 _NUM_LOOKS = 5
-"""So many looks in a row, this long apart, find the end of a leader that its rank has not seen: it waits for others."""
+"""After so many looks in a row, this long apart, that found the leader gone, its rank is told. A rank mostly finds that
+out by itself, but not while it waits for others within a step."""
 _EVIDENCE_S = 0.3
 """How long to wait for other ranks' reports once one is known to have failed."""
 _WAITED = ("CollectiveError:", "DistStoreError:")
@@ -305,10 +306,10 @@ class RankLink:
 
     @contextmanager
     def watched(self, on_lost: Callable[[GroupFailedError], object]) -> Iterator[None]:
-        """Call `on_lost`, in another thread, where the leader is gone and this rank does not look for some seconds.
+        """Call `on_lost`, in another thread, when the leader has been gone for some seconds and this rank did not look.
 
-        It waits within a step then: for a machine that is silent, until the step's time is over. Only once the start is
-        behind this rank.
+        It waits within a step then: for a machine that is silent, until the step's time is over. For use after the
+        start only.
         """
         has_ended = threading.Event()
         watching = partial(self._watch, self._peer.monitor.fileno(), has_ended, on_lost)

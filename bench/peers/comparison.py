@@ -80,7 +80,7 @@ class Agreement:
 
 
 def interleave(engines: Sequence[str], workloads: Sequence[str], rounds: int) -> Iterator[tuple[int, str, str]]:
-    """Return (round, workload, engine) in the order of running: engines take turns on each workload of each round."""
+    """Yield (round, workload, engine) in the order of running: engines take turns on each workload of each round."""
     for index in range(1, rounds + 1):
         for workload in workloads:
             for engine in engines:

@@ -104,7 +104,7 @@ class Worker:
 
 
 def _read(stream: IO[str], replies: "Queue[str | None]") -> None:
-    """Yield lines until the worker closes its end, then None."""
+    """Queue each line until the worker closes its end, then None."""
     for line in stream:
         replies.put(line)
     replies.put(None)

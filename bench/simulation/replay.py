@@ -140,7 +140,7 @@ def first_difference(recorded: Any, now: Any, place: str = "") -> tuple[str, str
 
 
 def _parts(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Return the parts of two values of the same type, by name."""
+    """Yield the parts of two values of the same type, by name."""
     names: Sequence[str] = ()
     if isinstance(one, msgspec.Struct):
         names = one.__struct_fields__

@@ -224,7 +224,7 @@ def _copies(options: ClusterOptions, trace: Path) -> Iterator[Session]:
 
 
 def _recorded_times(options: ClusterOptions, recorded_s: Sequence[float]) -> list[list[float]]:
-    """Yield the times of the trace for each copy, from 0 on, a little later in all copies but the first."""
+    """Return the times of the trace for each copy, from 0 on, a little later in all copies but the first."""
     largest_shift_s = _LARGEST_SHIFT * (recorded_s[-1] - recorded_s[0])
     rng = random.Random(options.seed)
     shifts_s = [0.0, *(rng.uniform(0, largest_shift_s) for _ in range(options.num_copies - 1))]
@@ -232,7 +232,7 @@ def _recorded_times(options: ClusterOptions, recorded_s: Sequence[float]) -> lis
 
 
 def _drawn_times(options: ClusterOptions) -> list[Iterator[float]]:
-    """Yield random times for each copy."""
+    """Return random times for each copy."""
     rate = _rate(options) / options.num_copies
     return [draw_times(rate, random.Random(options.seed + number)) for number in range(options.num_copies)]
 
