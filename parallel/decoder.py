@@ -299,7 +299,7 @@ class Decoder:
         for part in self.parts():
             part.finish_loading()
 
-    def parts(self) -> list["DecoderPart"]:
+    def parts(self) -> list[DecoderPart]:
         """What can be filled and laid out by itself, in this order.
 
         The head, whose matrix is the largest, comes early: while kernels copy it, the layers are not there yet.

@@ -350,7 +350,7 @@ class Lookup(NamedTuple):
 class StartedStep(NamedTuple):
     """A step that other threads begin."""
 
-    x: "Tensor | Lookup"
+    x: Tensor | Lookup
     """What goes in, [T, E], or where it is found."""
     angles: Sequence[tuple[Tensor, ...]]
     """Cosines and sines [positions, R] of each kind of rotation, of all positions."""
