@@ -231,7 +231,7 @@ def _take_over(spec: ClusterSpec) -> Service | None:
     """
     try:
         controller: Any = ray.get_actor(CONTROLLER_NAME)
-        address, _ = ray.get(controller.start.remote(), timeout=_ANSWER_TIMEOUT_S)
+        answer = ray.get(controller.start.remote(), timeout=_ANSWER_TIMEOUT_S)
         spec = _started_with(controller) or spec
     except GetTimeoutError as error:
         raise StartError(
@@ -240,6 +240,7 @@ def _take_over(spec: ClusterSpec) -> Service | None:
         ) from error
     except (ValueError, RayActorError, ActorUnschedulableError):  # there is none, or it went down with its node
         return None
+    address = answer if isinstance(answer, str) else answer[0]  # a controller of earlier code tells the address alone
     logger.warning(_GOES_ON)
     return Service(control_address=address, spec=spec, controller=controller, was_taken_over=True)
 

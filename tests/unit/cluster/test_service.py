@@ -190,6 +190,17 @@ def test_a_service_that_is_taken_over_keeps_what_it_was_started_with(
     assert (service.spec.router.grace_s, service.was_taken_over) == (grace_s, True)
 
 
+def test_a_service_whose_controller_tells_only_its_address_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = SimpleNamespace(remote=lambda: "127.0.0.1:1")  # as code of before answers, after a `git pull` under it
+    controller = SimpleNamespace(start=calls, stopped=calls)
+    ray = SimpleNamespace(get_actor=lambda name: controller, get=lambda answer, *, timeout: answer)
+    monkeypatch.setattr(service_module, "ray", ray)
+    service = _take_over(build_spec({}))
+    assert service is not None
+    service.client.close()
+    assert (service.control_address, service.was_taken_over) == ("127.0.0.1:1", True)
+
+
 class StoppedController:
     """A controller whose service was stopped: it has its name until it has been looked for `num_looks` times."""
 
