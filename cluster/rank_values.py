@@ -3,7 +3,7 @@
 A router tells by an Outcome too why it has ended.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from weft.recording import RecordingConfig
 
@@ -98,3 +98,9 @@ class RankReport:
     """Where the replica listens; None: the rank leads none, or does not serve yet."""
     slowness: str = ""
     """Why it computes in plain torch where compiled kernels were wanted; empty: it does not, or has no weights yet."""
+
+    def __setstate__(self, state: list[object]) -> None:
+        """Be what a rank has told; fields that one of earlier code lacks, which come last, have their defaults."""
+        defaults = [each.default for each in fields(self)[len(state) :]]
+        for each, value in zip(fields(self), [*state, *defaults], strict=False):
+            object.__setattr__(self, each.name, value)

@@ -542,6 +542,27 @@ async def test_rank_that_computes_slower_than_it_could_is_told_of_with_its_node(
     assert listener.slow == ["node 10.0.0.0 computes in plain torch, several times slower: no C++ compiler"]
 
 
+async def test_rank_of_earlier_code_which_tells_less_is_taken_over(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    async def report() -> RankReport:
+        told = RankReport.__new__(RankReport)  # as it is read from what the rank pickled: values in order, no names
+        told.__setstate__([RankPlace(node="10.0.0.0", pid=1), True, None])
+        return told
+
+    rank = fake_ray.find(1)[0]
+    rank.report = FakeMethod(report)
+    rank.will_be_ready()
+    running = asyncio.create_task(make_formation(tmp_path, listener, adopts=True).run())
+    async with asyncio.timeout(10):
+        ready = asyncio.create_task(listener.is_ready.wait())
+        await asyncio.wait([ready, running], return_when=asyncio.FIRST_COMPLETED)
+        assert listener.is_ready.is_set(), running.result()
+        running.cancel()
+        await asyncio.wait([running])
+    assert listener.slow == []
+
+
 async def test_processes_are_left_to_wait_by_a_group_that_was_taken_over_too(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path
 ) -> None:
