@@ -59,7 +59,6 @@ class Controller:
         configure_logging(log_level)
         take_spare()
         give_way()
-        self._settings = settings
         try:
             self._spec = decode_spec(settings)
         except ClusterConfigError as error:
@@ -99,10 +98,6 @@ class Controller:
             await self._resuming
         async with self._starting:  # a model may be fetched first, and another `weft serve` ask meanwhile
             return await self._start_once(takes_over=takes_over)
-
-    async def settings(self) -> bytes:
-        """Return what the service was started with, for whoever takes it over."""
-        return self._settings
 
     async def stopped(self) -> None:
         """Wait until the service was shut down; the actor ends soon after."""

@@ -29,6 +29,7 @@ from cluster.router_process import RouterProcess
 from cluster.saved_state import RayStateStore, RouterRecord, SavedState, encode
 from cluster.scaling import Scaling
 from cluster.shared_ports import SharedPort
+from cluster.started_settings import encode_spec
 from cluster.wanted_state import WantedState
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Reconciler:
         self._logs.note(saved.logs)
         is_successor = saved.has_service
         saved = replace(saved, control_port=split_host_port(address)[1])
+        self._settings = encode_spec(spec)
         self.state = WantedState(
             saved,
             routers=self._make_routers(saved, address),
@@ -161,7 +163,7 @@ class Reconciler:
     def _save(self, state: SavedState) -> None:
         self._note_logs()
         _, port = split_host_port(self._metrics.address)
-        saved = replace(state, metrics_port=port, logs=self._logs.latest)
+        saved = replace(state, metrics_port=port, settings=self._settings, logs=self._logs.latest)
         self._store.save(encode(saved))
 
     def _make_routers(self, saved: SavedState, address: str) -> list[RouterProcess]:

@@ -80,6 +80,8 @@ class SavedState:
     """Port of the controller's metrics that Prometheus knows."""
     routers: dict[str, RouterRecord] = field(default_factory=dict)
     """Routers by their ids. One that is named here may not exist yet."""
+    settings: bytes = b""
+    """What the service was started with, as started_settings.py tells it; empty: an older version saved."""
     num_restarts: int = 0
     """How often the controller was started again."""
     models: dict[str, WantedModel] = field(default_factory=dict)

@@ -232,7 +232,7 @@ def _take_over(spec: ClusterSpec) -> Service | None:
     try:
         controller: Any = ray.get_actor(CONTROLLER_NAME)
         answer = ray.get(controller.start.remote(), timeout=_ANSWER_TIMEOUT_S)
-        spec = _started_with(controller) or spec
+        spec = _started_with() or spec
     except GetTimeoutError as error:
         raise StartError(
             f"the controller of this Ray cluster's service has not answered within {_ANSWER_TIMEOUT_S:g} s: "
@@ -245,11 +245,14 @@ def _take_over(spec: ClusterSpec) -> Service | None:
     return Service(control_address=address, spec=spec, controller=controller, was_taken_over=True)
 
 
-def _started_with(controller: Any) -> ClusterSpec | None:
-    """Return what a service was started with; None where its controller is of other code, which cannot say so."""
+def _started_with() -> ClusterSpec | None:
+    """Return what the service was started with; None where other code has saved, which does not say so.
+
+    The controller is not asked: an actor of other code that lacks the method never answers, and raises nothing either.
+    """
     try:
-        return decode_spec(ray.get(controller.settings.remote(), timeout=_ANSWER_TIMEOUT_S))
-    except (AttributeError, ClusterConfigError):
+        return decode_spec(decode(RayStateStore().load() or b"").settings)
+    except (SavedStateError, ClusterConfigError):
         return None
 
 

@@ -172,18 +172,20 @@ def test_a_controller_that_never_answers_is_not_taken_over(
 @pytest.mark.parametrize(
     ("settings", "grace_s"),
     [
-        ({"settings": SimpleNamespace(remote=lambda: encode_spec(build_spec({"router": {"grace_s": 300.0}})))}, 300.0),
-        ({"settings": SimpleNamespace(remote=lambda: b"of other code")}, 5.0),
-        ({}, 5.0),
+        (encode_spec(build_spec({"router": {"grace_s": 300.0}})), 300.0),
+        (b"of other code", 5.0),
+        (b"", 5.0),
     ],
 )
 def test_a_service_that_is_taken_over_keeps_what_it_was_started_with(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], grace_s: float
+    monkeypatch: pytest.MonkeyPatch, settings: bytes, grace_s: float
 ) -> None:
     calls = SimpleNamespace(remote=lambda: ("127.0.0.1:1", False))
-    controller = SimpleNamespace(start=calls, stopped=calls, **settings)
+    controller = SimpleNamespace(start=calls, stopped=calls)
     ray = SimpleNamespace(get_actor=lambda name: controller, get=lambda answer, *, timeout: answer)
+    saved = encode(SavedState(settings=settings))
     monkeypatch.setattr(service_module, "ray", ray)
+    monkeypatch.setattr(service_module, "RayStateStore", lambda: SimpleNamespace(load=lambda: saved))
     service = _take_over(build_spec({"router": {"grace_s": 5.0}}))
     assert service is not None
     service.client.close()
@@ -191,6 +193,7 @@ def test_a_service_that_is_taken_over_keeps_what_it_was_started_with(
 
 
 def test_a_service_whose_controller_tells_only_its_address_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "RayStateStore", lambda: SimpleNamespace(load=lambda: None))
     calls = SimpleNamespace(remote=lambda: "127.0.0.1:1")  # as code of before answers, after a `git pull` under it
     controller = SimpleNamespace(start=calls, stopped=calls)
     ray = SimpleNamespace(get_actor=lambda name: controller, get=lambda answer, *, timeout: answer)
