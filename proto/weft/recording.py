@@ -1,6 +1,6 @@
 """Files of recorded decisions: what a pure module was told, call by call, and what it decided, to be decided again.
 
-    weft decisions 2 scheduler        a line of text: version of the format, and which module
+    weft decisions 3 scheduler        a line of text: version of the format, and which module
     length, header                    each frame is msgpack after its length, 4 bytes, little-endian
     length, call and decision
     ...
