@@ -78,7 +78,12 @@ def _run() -> None:
         try:
             argument.encode()
         except UnicodeEncodeError as error:  # no message to a controller or a router could hold it
-            seen = os.fsencode(argument)
+            seen, encoding = os.fsencode(argument), sys.getfilesystemencoding()
+            if encoding != "utf-8":  # the argument may well be UTF-8
+                raise ClusterConfigError(
+                    f"the argument {seen!r} is no text in this locale's encoding, {encoding}; allowed: a locale of "
+                    "UTF-8, such as LC_ALL=C.UTF-8"
+                ) from error
             raise ClusterConfigError(f"the argument {seen!r} is no UTF-8; allowed: names and paths that are") from error
     app()
 

@@ -36,12 +36,23 @@ def test_command_itself_is_interrupted_as_ever(monkeypatch: pytest.MonkeyPatch) 
     assert handlers == [before]
 
 
-def test_argument_that_is_no_text_is_refused_in_one_line() -> None:
+@pytest.mark.parametrize(
+    ("variables", "argument", "why"),
+    [
+        ({"PYTHONUTF8": "1"}, b"m\xff", r"b'm\xff' is no UTF-8; allowed: names and paths that are"),
+        (
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            "mod\xe8le".encode(),
+            r"b'mod\xc3\xa8le' is no text in this locale's encoding, ascii; allowed: a locale of UTF-8, such as "
+            "LC_ALL=C.UTF-8",
+        ),
+    ],
+)
+def test_argument_that_is_no_text_is_refused_in_one_line(variables: dict[str, str], argument: bytes, why: str) -> None:
     weft = "from cluster.command import main; main()"
-    command = [sys.executable, "-c", weft, "scale", b"m\xff", "2", "--control", "127.0.0.1:1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    told = "Error: the argument b'm\\xff' is no UTF-8; allowed: names and paths that are\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+    command = [sys.executable, "-c", weft, "scale", argument, "2", "--control", "127.0.0.1:1"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"Error: the argument {why}\n")
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"\\xe9 \\u2192\n"), ("latin-1", b"\xe9 \\u2192\n")])
