@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from cluster.errors import RequestError
+from cluster.errors import ClusterConfigError, RequestError
 from cluster.generate import connect, summary, to_request_error
 from router.client import Client, ClientError
 from router.client_values import Collector, Options
@@ -32,6 +32,7 @@ def chat(
     then as if it had not been; where input comes from elsewhere, it ends the conversation.
 
     Raises:
+        ClusterConfigError: a line is no UTF-8.
         RequestError: a request failed.
     """
     asked: Options = {"model": model, "timeout_s": timeout_s, **options}  # type: ignore[typeddict-item]
@@ -41,8 +42,11 @@ def chat(
         while True:
             try:
                 text = read_line("> " if is_typed and not as_json else "")
+                text.encode()  # some locales read what is no UTF-8 as surrogates
             except EOFError:
                 return
+            except UnicodeError as error:
+                raise ClusterConfigError(f"a line of the input is no text: {error}; allowed: UTF-8") from error
             if not text.strip():
                 continue
             messages.append({"role": "user", "content": text})

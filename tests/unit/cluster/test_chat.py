@@ -1,6 +1,7 @@
 """`weft chat` against a real router over a fake replica."""
 
 import asyncio
+import io
 import json
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from helpers.fake_replica import FakeReplica, certain_text, expected_tokens
 from helpers.router_harness import router_config, running_router
 
 from cluster.chat import chat
-from cluster.errors import RequestError
+from cluster.errors import ClusterConfigError, RequestError
 
 
 def typed(*lines: str) -> Any:
@@ -77,3 +78,11 @@ async def test_who_types_may_go_on_after_a_refusal(
         await asyncio.to_thread(talk, read_line=typed("x" * 600, "hi"))
     assert [bytes(submit.prompt_token_ids).decode() for submit in a.submits] == ["<user>hi"]
     assert "Error: invalid argument: the prompt has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_no_utf_8_is_told_as_that(errors: str) -> None:
+    lines = io.TextIOWrapper(io.BytesIO("café\n".encode("latin-1")), encoding="utf-8", errors=errors)
+    talk = partial(chat, model="", timeout_s=20.0, router="127.0.0.1:1", system=None, as_json=False, options={})
+    with pytest.raises(ClusterConfigError, match=r"a line of the input is no text: .*; allowed: UTF-8"):
+        talk(read_line=lambda prompt: lines.readline())
