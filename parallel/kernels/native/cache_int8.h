@@ -56,11 +56,9 @@ void write_cache_int8(int8_t* keys, int8_t* values, const T* k, const T* v, int6
             scales[head * blocks.block_size + offset] = quantize_head(
                 block + (offset * blocks.num_heads + head) * blocks.head_dim, heads + head * blocks.head_dim, blocks.head_dim);
     };
-    for_each_run_of_rows(num_tokens, 2 * blocks.num_heads * blocks.head_dim, team, [=](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; token++) {
-            write(keys, slots[token], k + token * k_token_stride);
-            write(values, slots[token], v + token * v_token_stride);
-        }
+    for_each_row(num_tokens, 2 * blocks.num_heads * blocks.head_dim, team, [=](int64_t token) {
+        write(keys, slots[token], k + token * k_token_stride);
+        write(values, slots[token], v + token * v_token_stride);
     });
 }
 

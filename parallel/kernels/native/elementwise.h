@@ -18,12 +18,15 @@ inline int threads_for(int64_t num_elements, int num_threads) {
     return int(std::max<int64_t>(1, std::min<int64_t>(num_threads, num_elements / GRAIN)));
 }
 
-// Calls work(begin, end) for runs of rows.
+// Calls work(row) for rows, of which each thread has a run.
 template <class Work>
-void for_each_run_of_rows(int64_t num_rows, int64_t row_size, Team& team, const Work& work) {
+void for_each_row(int64_t num_rows, int64_t row_size, Team& team, const Work& work) {
     constexpr int64_t GRAIN = 4 * 1024;  // of threads that are awake
     const int64_t wanted = std::max<int64_t>(1, std::min<int64_t>({team.size(), num_rows, num_rows * row_size / GRAIN}));
-    team.for_each(wanted, [&](int64_t item) { work(num_rows * item / wanted, num_rows * (item + 1) / wanted); });
+    team.for_each(wanted, [&](int64_t item) {
+        const int64_t end = num_rows * (item + 1) / wanted;
+        for (int64_t row = num_rows * item / wanted; row < end; row++) work(row);
+    });
 }
 
 // Rows of a matrix, or the heads of tokens: row (i, j) begins at i * outer_stride + j * size.
@@ -42,10 +45,10 @@ struct NormWeights {
 // residual, x is added to it before all, and the sum is what is normed.
 template <bool IS_CENTERED, class T, class W>
 void norm(const Target<T>& out, const T* x, Rows rows, T* residual, const NormWeights<W>& of_rows, float eps, Team& team) {
-    const int64_t size = rows.size, row_size = rows.num_inner * size;
-    for_each_run_of_rows(rows.num_outer, row_size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t i = begin * rows.num_inner; i < end * rows.num_inner; i++) {
-            const int64_t outer = i / rows.num_inner, inner = i % rows.num_inner;
+    const int64_t size = rows.size;
+    for_each_row(rows.num_outer, rows.num_inner * size, team, [=](int64_t outer) {
+        for (int64_t inner = 0; inner < rows.num_inner; inner++) {
+            const int64_t i = outer * rows.num_inner + inner;
             const T* from = x + outer * rows.outer_stride + inner * size;
             if (residual) {
                 T* sum = residual + i * size;
@@ -84,14 +87,12 @@ void norm(const Target<T>& out, const T* x, Rows rows, T* residual, const NormWe
 // out = the sum of x^2, of rows of `size` columns.
 template <class T>
 void sum_squares(float* out, int64_t out_row_stride, const T* x, int64_t row_stride, int64_t num_rows, int64_t size, Team& team) {
-    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            const T* from = x + row * row_stride;
-            float sum = 0;
+    for_each_row(num_rows, size, team, [=](int64_t row) {
+        const T* from = x + row * row_stride;
+        float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += to_float(from[i]) * to_float(from[i]);
-            out[row * out_row_stride] = sum;
-        }
+        for (int64_t i = 0; i < size; i++) sum += to_float(from[i]) * to_float(from[i]);
+        out[row * out_row_stride] = sum;
     });
 }
 
@@ -99,39 +100,33 @@ void sum_squares(float* out, int64_t out_row_stride, const T* x, int64_t row_str
 template <class T>
 void norm_part(T* x, int64_t row_stride, const float* squares, int64_t squares_row_stride, const T* weight, int64_t num_rows, int64_t size,
                float num_summed, float eps, Team& team) {
-    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            T* to = x + row * row_stride;
-            const float scale = 1.0f / std::sqrt(squares[row * squares_row_stride] / num_summed + eps);
+    for_each_row(num_rows, size, team, [=](int64_t row) {
+        T* to = x + row * row_stride;
+        const float scale = 1.0f / std::sqrt(squares[row * squares_row_stride] / num_summed + eps);
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * scale * to_float(weight[i]));
-        }
+        for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * scale * to_float(weight[i]));
     });
 }
 
 // Rows of `size` columns, in place.
 template <class T>
 void scale(T* x, int64_t row_stride, int64_t num_rows, int64_t size, float factor, Team& team) {
-    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            T* to = x + row * row_stride;
+    for_each_row(num_rows, size, team, [=](int64_t row) {
+        T* to = x + row * row_stride;
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * factor);
-        }
+        for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * factor);
     });
 }
 
 // Rows of `size` columns, in place: what is above the limit, or below minus the limit, becomes that. NaN stays.
 template <class T>
 void clamp(T* x, int64_t row_stride, int64_t num_rows, int64_t size, float limit, Team& team) {
-    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            T* to = x + row * row_stride;
+    for_each_row(num_rows, size, team, [=](int64_t row) {
+        T* to = x + row * row_stride;
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) {
-                const float value = to_float(to[i]);
-                put(to + i, value > limit ? limit : value < -limit ? -limit : value);
-            }
+        for (int64_t i = 0; i < size; i++) {
+            const float value = to_float(to[i]);
+            put(to + i, value > limit ? limit : value < -limit ? -limit : value);
         }
     });
 }
@@ -148,39 +143,34 @@ struct Heads {
 // Each of `size` numbers.
 template <class T>
 void copy_heads(const Heads<T>& to, const Heads<T>& from, int64_t num_tokens, int64_t num_heads, int64_t size, Team& team) {
-    for_each_run_of_rows(num_tokens, num_heads * size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; token++)
-            for (int64_t head = 0; head < num_heads; head++) std::copy_n(from.at(token, head), size, to.at(token, head));
+    for_each_row(num_tokens, num_heads * size, team, [=](int64_t token) {
+        for (int64_t head = 0; head < num_heads; head++) std::copy_n(from.at(token, head), size, to.at(token, head));
     });
 }
 
 // x += y, rows of `size` columns.
 template <class T>
 void add(T* x, int64_t x_row_stride, const T* y, int64_t y_row_stride, int64_t num_rows, int64_t size, Team& team) {
-    for_each_run_of_rows(num_rows, 2 * size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            T* to = x + row * x_row_stride;
-            const T* from = y + row * y_row_stride;
+    for_each_row(num_rows, 2 * size, team, [=](int64_t row) {
+        T* to = x + row * x_row_stride;
+        const T* from = y + row * y_row_stride;
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) + to_float(from[i]));
-        }
+        for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) + to_float(from[i]));
     });
 }
 
 // y *= sigmoid(x . weight), rows of `size` columns.
 template <class T>
 void gate_rows(T* y, int64_t y_row_stride, const T* x, int64_t x_row_stride, const T* weight, int64_t num_rows, int64_t size, Team& team) {
-    for_each_run_of_rows(num_rows, 2 * size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            const T* from = x + row * x_row_stride;
-            T* to = y + row * y_row_stride;
-            float logit = 0;
+    for_each_row(num_rows, 2 * size, team, [=](int64_t row) {
+        const T* from = x + row * x_row_stride;
+        T* to = y + row * y_row_stride;
+        float logit = 0;
 #pragma omp simd reduction(+ : logit)
-            for (int64_t i = 0; i < size; i++) logit += to_float(from[i]) * to_float(weight[i]);
-            const float factor = 1.0f / (1.0f + std::exp(-logit));
+        for (int64_t i = 0; i < size; i++) logit += to_float(from[i]) * to_float(weight[i]);
+        const float factor = 1.0f / (1.0f + std::exp(-logit));
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * factor);
-        }
+        for (int64_t i = 0; i < size; i++) put(to + i, to_float(to[i]) * factor);
     });
 }
 
@@ -220,25 +210,21 @@ void for_each_lanes(int64_t size, const Work& work) {
 // Rows of `size` columns, in place.
 template <Activation ACTIVATION, class T>
 void activate(T* x, int64_t row_stride, int64_t num_rows, int64_t size, Team& team) {
-    for_each_run_of_rows(num_rows, size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            T* to = x + row * row_stride;
-            for_each_lanes(size, [=](int64_t i, auto lanes) { lanes.store(to + i, activated<ACTIVATION, T>(lanes.load(to + i))); });
-        }
+    for_each_row(num_rows, size, team, [=](int64_t row) {
+        T* to = x + row * row_stride;
+        for_each_lanes(size, [=](int64_t i, auto lanes) { lanes.store(to + i, activated<ACTIVATION, T>(lanes.load(to + i))); });
     });
 }
 
 // out = activation(first half) * second half.
 template <Activation ACTIVATION, class T>
 void gate(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& team) {
-    for_each_run_of_rows(num_rows, 2 * size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) {
-            const T *gate = gate_up + row * 2 * size, *up = gate + size;
-            T* to = out + row * size;
-            for_each_lanes(size, [=](int64_t i, auto lanes) {
-                lanes.store(to + i, activated<ACTIVATION, T>(lanes.load(gate + i)) * lanes.load(up + i));
-            });
-        }
+    for_each_row(num_rows, 2 * size, team, [=](int64_t row) {
+        const T *gate = gate_up + row * 2 * size, *up = gate + size;
+        T* to = out + row * size;
+        for_each_lanes(size, [=](int64_t i, auto lanes) {
+            lanes.store(to + i, activated<ACTIVATION, T>(lanes.load(gate + i)) * lanes.load(up + i));
+        });
     });
 }
 
@@ -247,27 +233,25 @@ void gate(T* out, const T* gate_up, int64_t num_rows, int64_t size, Team& team) 
 template <class T>
 void rotary(const Heads<T>& heads, int64_t num_tokens, int64_t num_heads, int64_t head_dim, const float* cos,
             const float* sin, int64_t half, const int64_t* positions, bool is_interleaved, Team& team) {
-    for_each_run_of_rows(num_tokens, num_heads * head_dim, team, [=](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; token++) {
-            const int64_t angles = (positions ? positions[token] : token) * half;
-            const float *c = cos + angles, *s = sin + angles;
-            for (int64_t head = 0; head < num_heads; head++) {
-                T* x = heads.at(token, head);
-                if (is_interleaved) {
+    for_each_row(num_tokens, num_heads * head_dim, team, [=](int64_t token) {
+        const int64_t angles = (positions ? positions[token] : token) * half;
+        const float *c = cos + angles, *s = sin + angles;
+        for (int64_t head = 0; head < num_heads; head++) {
+            T* x = heads.at(token, head);
+            if (is_interleaved) {
 #pragma omp simd
-                    for (int64_t i = 0; i < half; i++) {
-                        const float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]);
-                        put(x + 2 * i, a * c[i] - b * s[i]);
-                        put(x + 2 * i + 1, b * c[i] + a * s[i]);
-                    }
-                } else {
-                    T* y = x + half;
+                for (int64_t i = 0; i < half; i++) {
+                    const float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]);
+                    put(x + 2 * i, a * c[i] - b * s[i]);
+                    put(x + 2 * i + 1, b * c[i] + a * s[i]);
+                }
+            } else {
+                T* y = x + half;
 #pragma omp simd
-                    for (int64_t i = 0; i < half; i++) {
-                        const float a = to_float(x[i]), b = to_float(y[i]);
-                        put(x + i, a * c[i] - b * s[i]);
-                        put(y + i, b * c[i] + a * s[i]);
-                    }
+                for (int64_t i = 0; i < half; i++) {
+                    const float a = to_float(x[i]), b = to_float(y[i]);
+                    put(x + i, a * c[i] - b * s[i]);
+                    put(y + i, b * c[i] + a * s[i]);
                 }
             }
         }
@@ -278,11 +262,9 @@ void rotary(const Heads<T>& heads, int64_t num_tokens, int64_t num_heads, int64_
 template <class T>
 void write_cache(T* keys, T* values, const T* k, const T* v, int64_t k_token_stride, int64_t v_token_stride,
                  const int64_t* slots, int64_t num_tokens, int64_t size, Team& team) {
-    for_each_run_of_rows(num_tokens, 2 * size, team, [=](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; token++) {
-            std::memcpy(keys + slots[token] * size, k + token * k_token_stride, size * sizeof(T));
-            std::memcpy(values + slots[token] * size, v + token * v_token_stride, size * sizeof(T));
-        }
+    for_each_row(num_tokens, 2 * size, team, [=](int64_t token) {
+        std::memcpy(keys + slots[token] * size, k + token * k_token_stride, size * sizeof(T));
+        std::memcpy(values + slots[token] * size, v + token * v_token_stride, size * sizeof(T));
     });
 }
 

@@ -162,11 +162,9 @@ struct Products {
 template <class T>
 void quantize(const Left& left, const T* x, int64_t stride, int num_in, Team& team) {
     const int flip = use_tiles() ? 0 : 0x80;
-    for_each_run_of_rows(left.num_rows, num_in, team, [=](int64_t begin, int64_t end) {
-        for (int row = int(begin); row < int(end); row++) {
-            left.scales[row] = quantize_row(left.row(row), left.step_stride(), x + row * stride, num_in, flip);
-            left.finish_row(row);
-        }
+    for_each_row(left.num_rows, num_in, team, [=](int64_t row) {
+        left.scales[row] = quantize_row(left.row(int(row)), left.step_stride(), x + row * stride, num_in, flip);
+        left.finish_row(int(row));
     });
 }
 
