@@ -33,34 +33,8 @@ inline Floats sum_each(Floats* rows) {
 }
 
 // The product of one row of q with one key, before its lanes are summed.
-template <int HEAD_DIM>
-inline Floats multiply(const float* q, const float* key, int runtime_head_dim) {
-    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
-    Floats total = load(key) * load(q);
-    for (int dim = LANES; dim < head_dim; dim += LANES) total = multiply_add(load(key + dim), load(q + dim), total);
-    return total;
-}
-
-#if !WEFT_IS_FLOAT32
-template <int HEAD_DIM>
-inline Floats multiply(const Number* q, const Number* key, int runtime_head_dim) {
-    const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
-#ifdef WEFT_HAS_PAIRS_IN_LINES
-    if (head_dim % (2 * LANES) == 0) {
-        Floats total{};
-        for (int dim = 0; dim < head_dim; dim += 2 * LANES)
-            total = add_products(total, load_bits(key + dim), load_bits(q + dim));
-        return total;
-    }
-#endif
-    Floats total = load(key) * load(q);
-    for (int dim = LANES; dim < head_dim; dim += LANES) total = multiply_add(load(key + dim), load(q + dim), total);
-    return total;
-}
-#endif
-
-template <int HEAD_DIM, class T>
-inline Floats multiply(const T* q, const int8_t* key, int runtime_head_dim) {
+template <int HEAD_DIM, class T, class C>
+inline Floats multiply(const T* q, const C* key, int runtime_head_dim) {
     const int head_dim = HEAD_DIM ? HEAD_DIM : runtime_head_dim;
     Floats total = load(key) * load(q);
     for (int dim = LANES; dim < head_dim; dim += LANES) total = multiply_add(load(key + dim), load(q + dim), total);
