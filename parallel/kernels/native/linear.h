@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "amx.h"
 #include "attention_vectors.h"
 #include "targets.h"
+#include "threads.h"
 
 namespace weft {
 
@@ -77,11 +77,6 @@ template <class Result, class T>
 void multiply_rows(const Result& result, const T* x, int64_t x_row_stride, int num_rows, const T* weight, int num_in,
                    int num_threads) {
     const int64_t num_out = result.num_out;
-#ifdef WEFT_HAS_AMX
-    if constexpr (sizeof(T) == 2)
-        if (num_in % TILE_K == 0 && num_out % (2 * TILE) == 0 && may_use_tiles())
-            return multiply_rows_by_tiles(result, x, x_row_stride, num_rows, weight, num_in, num_threads);
-#endif
     constexpr int64_t RUN = 16 * LANES;  // outputs of an item
     on_team(num_threads, 1, [=](Team& team) {
         team.for_each((num_out + RUN - 1) / RUN, [=](int64_t item) {

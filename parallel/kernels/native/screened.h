@@ -138,7 +138,6 @@ struct ScreenedRow {
 // that one of them is at least, of all or also of each panel.
 struct Bounds {
     using Value = float;
-    static constexpr bool IS_KEPT = false;
 
     const Screen& screen;
     const ScreenedRow* rows;

@@ -23,7 +23,6 @@ constexpr int ROWS = 32;   // that are packed together
 template <class T>
 struct Target {
     using Value = T;
-    static constexpr bool IS_KEPT = true;
 
     T* values;  // of first_row in first_panel
     int64_t num_out;
@@ -78,7 +77,6 @@ class Candidate {
 template <class T>
 struct Searched {
     using Value = T;
-    static constexpr bool IS_KEPT = false;
 
     std::atomic<Candidate>* best;  // of each row
     int64_t num_out;
