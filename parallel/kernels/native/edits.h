@@ -15,10 +15,8 @@ struct Edits {
     bool has(int64_t row) const { return starts && starts[row] < starts[row + 1]; }
 };
 
-// No less for a larger x, and to the bit as sampling.py has it: the product is rounded before the offset is taken off.
-inline float edited(float x, float factor, float offset) {
-    return (x > 0 ? x / factor : float(double(x) * double(factor))) - offset;
-}
+// No less for a larger x, and to the bit as sampling.py has it: no compiler joins the product and the difference (-ffp-contract=off).
+inline float edited(float x, float factor, float offset) { return (x > 0 ? x / factor : x * factor) - offset; }
 
 // Of logits of the tokens from the first one on.
 inline void edit_logits(float* logits, int64_t row_stride, int64_t num_rows, int64_t num_columns, const Edits& edits,
