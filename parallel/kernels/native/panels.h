@@ -151,8 +151,8 @@ class Writer {
 
   private:
     void write_row(Floats first, Floats second) {
-        float* gates = gates_ + (row_ - first_row_) * PANEL;
         if (BECOMES == Becomes::RESULT) return store_panel(to_, first, second, product_.num_out() - panel_ * PANEL, is_streamed_);
+        float* const gates = gates_ + (row_ - first_row_) * PANEL;
         round_two<T>(first, second);
         const bool is_early = row_ % 2;  // half of the gates are made so now, the others later: as much work with each panel
         if (BECOMES == Becomes::GATES) {
