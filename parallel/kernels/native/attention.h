@@ -174,11 +174,7 @@ class PagedAttention {
     void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
 #ifdef WEFT_HAS_INT8
         if constexpr (IS_INT8)
-            if (layout_.head_dim % int8::STEP == 0) {
-                const int num_rows = tile.num_kv_heads * tile.num_queries * group_;
-                float* scores = scratch.scores.room(size_t(num_rows) * (PARTITION + LANES));
-                return attend_integers(tile, partition, q, scores, running, totals);
-            }
+            if (layout_.head_dim % int8::STEP == 0) return attend_integers(tile, partition, q, running, totals);
 #endif
 #ifdef WEFT_HAS_PACKED_MATRIX
         if constexpr (std::is_same_v<T, Number> && !IS_INT8)
@@ -268,7 +264,7 @@ class PagedAttention {
     }
 
     // As attend_partition, by integers: attention_int8.h.
-    void attend_integers(const Tile& tile, int partition, const T* q, float* scores, Running* running, float* totals);
+    void attend_integers(const Tile& tile, int partition, const T* q, Running* running, float* totals);
 
     // The softmax of rows [first, first + count) of the tile over some tokens: their scores become weights, in whole runs.
     void soften(const Tile& tile, int first, int count, Span tokens, float* scores, int64_t stride, float scale, Running* running) const {

@@ -7,7 +7,7 @@
 namespace weft {
 
 template <class T, class C>
-void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, const T* q, float* scores, Running* running, float* totals) {
+void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, const T* q, Running* running, float* totals) {
     const int head_dim = layout_.head_dim, rows = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows;
     const Span seen = tokens_of(tile, partition);
     const int begin = first_of_run(seen.begin), end = seen.end;
@@ -20,30 +20,31 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
     uint8_t* const high = scratch.weights.room(2 * size_t(num_rows + ROOM) * weights_stride);
     uint8_t* const low = high + size_t(num_rows + ROOM) * weights_stride;
     const int num_tokens = (end - begin + int8::TOKENS - 1) / int8::TOKENS * int8::TOKENS;
-    const int scales_stride = PARTITION + LANES;
-    float* const key_scales = scratch.key_scales.room(size_t(tile.num_kv_heads) * scales_stride);
-    float* const value_scales = scratch.value_scales.room(size_t(tile.num_kv_heads) * scales_stride);
+    const int stride = PARTITION + LANES;  // of scores and of scales
+    float* const scores = Scratch::of_this_thread().scores.room(size_t(num_rows) * stride);
+    float* const key_scales = scratch.key_scales.room(size_t(tile.num_kv_heads) * stride);
+    float* const value_scales = scratch.value_scales.room(size_t(tile.num_kv_heads) * stride);
     float* const weight_scales = scratch.weight_scales.room(num_rows);
     int32_t* const sums = scratch.totals.room(rows_size);
 
     const auto take_scales = [&](int token, int count) {
         const float *of_keys = scales(tensors_.keys, tile, begin + token), *of_values = scales(tensors_.values, tile, begin + token);
         for (int head = 0; head < tile.num_kv_heads; head++, of_keys += layout_.block_size, of_values += layout_.block_size) {
-            store(key_scales + head * scales_stride + token, load_first(of_keys, count));
-            store(value_scales + head * scales_stride + token, load_first(of_values, count));
+            store(key_scales + head * stride + token, load_first(of_keys, count));
+            store(value_scales + head * stride + token, load_first(of_values, count));
         }
     };
     const auto soften_heads = [&](int first, int count) {
-        soften(tile, first * rows, count * rows, {begin, end}, scores + size_t(first) * rows * scales_stride, scales_stride, 1, running + first * rows);
+        soften(tile, first * rows, count * rows, {begin, end}, scores + size_t(first) * rows * stride, stride, 1, running + first * rows);
         // before the first token and behind the last one is what was there before, which may be the NaN of another request
         for (int head = first; head < first + count; head++) {
-            std::fill_n(value_scales + head * scales_stride, seen.begin - begin, 0.0f);
-            std::fill_n(value_scales + head * scales_stride + end - begin, LANES, 0.0f);
+            std::fill_n(value_scales + head * stride, seen.begin - begin, 0.0f);
+            std::fill_n(value_scales + head * stride + end - begin, LANES, 0.0f);
         }
         for (int row = first * rows; row < (first + count) * rows; row++) {
-            float* const of_row = scores + size_t(row) * scales_stride;
+            float* const of_row = scores + size_t(row) * stride;
             uint8_t *const to_high = high + size_t(row) * weights_stride, *const to_low = low + size_t(row) * weights_stride;
-            weight_scales[row] = int8::quantize_weights(to_high, to_low, of_row, value_scales + row / rows * scales_stride, end - begin);
+            weight_scales[row] = int8::quantize_weights(to_high, to_low, of_row, value_scales + row / rows * stride, end - begin);
             const int written = (end - begin + LANES - 1) / LANES * LANES;
             std::fill(to_high + written, to_high + num_tokens, 0);
             std::fill(to_low + written, to_low + num_tokens, 0);
@@ -61,8 +62,8 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
         const TileScope scope(std::min(rows, TILE), std::min(rows, TILE));
         for (int head = 0; head < tile.num_kv_heads; head++) {
             const size_t row = size_t(head) * rows;
-            int8::score_packed_keys(packed_keys + head * head_size, num_tokens, key_scales + head * scales_stride, queries, int(row),
-                                    rows, head_dim, params_.scale, scores + row * scales_stride, scales_stride);
+            int8::score_packed_keys(packed_keys + head * head_size, num_tokens, key_scales + head * stride, queries, int(row),
+                                    rows, head_dim, params_.scale, scores + row * stride, stride);
             soften_heads(head, 1);
             int8::sum_packed_values(packed_values + head * head_size, num_tokens, high + row * weights_stride,
                                     low + row * weights_stride, weights_stride, sums + row * head_dim, rows, head_dim);
@@ -74,9 +75,9 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
                 for (int head = 0; head < tile.num_kv_heads; head++, offset += head_dim) {
                     if (next >= 0) prefetch(tensors_.keys + next + head * head_dim, token_stride_, head_dim);
                     int8::score_keys<known_head_dim>(tensors_.keys + offset, token_stride_, count,
-                                                     load(key_scales + head * scales_stride + token), queries,
+                                                     load(key_scales + head * stride + token), queries,
                                                      head * rows, rows, head_dim, params_.scale,
-                                                     scores + size_t(head) * rows * scales_stride + token, scales_stride);
+                                                     scores + size_t(head) * rows * stride + token, stride);
                 }
             });
         };
