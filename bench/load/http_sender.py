@@ -71,8 +71,11 @@ class HttpSender:
         url = f"{self._base}/v1/models"
         try:
             async with self._session.get(url, server_hostname=self._server_name) as response:
-                response.raise_for_status()
-                models = _Models.decode(await response.read())
+                content = await response.read()
+                if response.status != HTTPStatus.OK:
+                    said = " ".join(refusal_of(content).split()) or "and no more"  # one line, of a page of HTML too
+                    raise BenchError(f"{url} gives no list of models: status {response.status}, {said}")
+                models = _Models.decode(content)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # also of a host's name, or of no JSON
             reason = str(error) or repr(error)
             if "status line" in reason:  # of which aiohttp shows the bytes

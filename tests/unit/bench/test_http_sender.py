@@ -294,6 +294,27 @@ async def test_refusal_that_says_nothing_is_told_by_its_status() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"error": {"message": "the request has no API key"}}', "status 401, the request has no API key"),
+        (b"<html>\n<h1>Who is it?</h1>\n</html>\n", "status 401, <html> <h1>Who is it\\?</h1> </html>"),
+        (b"", "status 401, and no more"),
+    ],
+)
+async def test_list_of_models_that_is_refused_tells_what_the_service_says(body: bytes, reason: str) -> None:
+    async def models(request: web.Request) -> web.Response:
+        return web.Response(status=401, body=body)
+
+    service = web.Application()
+    service.add_routes([web.get("/v1/models", models)])
+    async with TestServer(service) as server:
+        where = Target(protocol=Protocol.HTTP, address=f"http://{server.host}:{server.port}")
+        async with connect_http(where) as sender:
+            with pytest.raises(BenchError, match=f"/v1/models gives no list of models: {reason}$"):
+                await sender.find_model()
+
+
+@pytest.mark.parametrize(
     ("host", "reason"),
     [
         ("a..b", "idna"),
