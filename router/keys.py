@@ -186,6 +186,8 @@ class KeyRing:
             entries = msgspec.convert(data, _File).keys
         except Exception as error:  # yaml lets out whatever a text makes its parts raise, such as ValueError
             reason = " ".join(str(error).split())  # yaml's has lines
+            if "unknown field" in reason:  # msgspec's
+                reason += f"; allowed: `keys:`, and of each entry {', '.join(KeyEntry.__struct_fields__)}"
             raise RouterConfigError(f"the API keys in {self._path} cannot be read: {reason}") from error
         for what in ("name", "sha256"):
             counts = Counter(getattr(entry, what) for entry in entries)
@@ -231,6 +233,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m router.keys", description="Make an API key.")
     parser.add_argument("name", help="whose it is")
     name = parser.parse_args().name
+    if not name:
+        parser.error("the name is empty; allowed: at least one character")
     key = f"wk-{secrets.token_urlsafe(32)}"
     print(f"The key, shown this once: {key}", file=sys.stderr)
     print(yaml.safe_dump([{"name": name, "sha256": hash_key(key)}], sort_keys=False), end="")

@@ -175,7 +175,10 @@ def test_spaces_of_cached_prefixes_cannot_meet(tmp_path: Path) -> None:
             f"keys: [{{name: a, sha256: {hash_key('a')}, tokens_per_minute: .inf}}]",
             r"Expected `float` <= 1000000000000000\.0 - at `\$\.keys\[0\]\.tokens_per_minute`",
         ),
-        (f"keys: [{{name: a, sha256: {hash_key('a')}, tokens: 1}}]", "unknown field `tokens`"),
+        (
+            f"keys: [{{name: a, sha256: {hash_key('a')}, tokens: 1}}]",
+            "unknown field `tokens` .*allowed: `keys:`, and of each entry name, sha256, requests_per_minute, ",
+        ),
         (
             f"keys: [{{name: a, sha256: {hash_key('a')}}}, {{name: a, sha256: {hash_key('b')}}}]",
             "name 'a' appears twice",
@@ -388,3 +391,13 @@ def test_a_new_key_is_shown_apart_from_its_entry(
     key = shown.removeprefix("The key, shown this once: ").rstrip()
     assert key.startswith("wk-")
     assert yaml.safe_load(entry) == [{"name": "alice", "sha256": hash_key(key)}]
+
+
+def test_no_key_is_made_for_an_empty_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["router.keys", ""])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    entry, shown = capsys.readouterr()
+    assert ended.value.code == 2
+    assert not entry, "it would break the file that it is appended to"
+    assert "the name is empty; allowed: at least one character" in shown
