@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--http-port", type=int, default=8000, help="OpenAI HTTP; -1: off (default: %(default)s)")
     parser.add_argument("--metrics-port", type=int, default=9464, help="Prometheus; -1: off (default: %(default)s)")
     parser.add_argument(
-        "--policy", choices=list(PolicyName), default=PolicyName.PREFIX_AFFINITY, metavar="POLICY",
+        "--policy", choices=[name.value for name in PolicyName], default=PolicyName.PREFIX_AFFINITY, metavar="POLICY",
         help=f"one of {', '.join(PolicyName)} (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--trace-endpoint", metavar="URL", help="OTLP collector for spans; default: no tracing")
     parser.add_argument(
-        "--trace-protocol", choices=list(TraceProtocol), default=TraceProtocol.GRPC,
+        "--trace-protocol", choices=[name.value for name in TraceProtocol], default=TraceProtocol.GRPC,
         metavar="PROTOCOL", help=f"one of {', '.join(TraceProtocol)} (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
