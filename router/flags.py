@@ -69,8 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=50051, help="gRPC; 0: any (default: %(default)s)")
-    parser.add_argument("--http-port", type=int, default=8000, help="OpenAI HTTP; -1: off (default: %(default)s)")
-    parser.add_argument("--metrics-port", type=int, default=9464, help="Prometheus; -1: off (default: %(default)s)")
+    parser.add_argument(
+        "--http-port", type=int, default=8000, help="OpenAI HTTP; 0: any; -1: off (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, default=9464, help="Prometheus; 0: any; -1: off (default: %(default)s)"
+    )
     parser.add_argument(
         "--policy", choices=[name.value for name in PolicyName], default=PolicyName.PREFIX_AFFINITY, metavar="POLICY",
         help=f"one of {', '.join(PolicyName)} (default: %(default)s)",
@@ -81,13 +85,13 @@ def _parser() -> argparse.ArgumentParser:
         file (docs/settings.md): {", ".join(RouterSettings.model_fields)}""",
     )  # fmt: skip
     parser.add_argument("--api-keys", metavar="FILE", help="API keys (see docs/security.md); default: none are needed")
-    for prefix, what in (
-        ("tls", "the gRPC and HTTP listeners"),
-        ("inner-tls", "connections to controller and replicas"),
+    for prefix, what, authorities in (
+        ("tls", "the gRPC and HTTP listeners", "serve only clients with a certificate of these authorities"),
+        ("inner-tls", "connections to controller and replicas", "authorities that theirs must come from"),
     ):
         parser.add_argument(f"--{prefix}-cert", metavar="PEM", help=f"certificate chain of {what}")
         parser.add_argument(f"--{prefix}-key", metavar="PEM", help="its key")
-        parser.add_argument(f"--{prefix}-ca", metavar="PEM", help="authorities that the other side must come from")
+        parser.add_argument(f"--{prefix}-ca", metavar="PEM", help=authorities)
     parser.add_argument(
         "--inner-tls-name", default=INNER_NAME, metavar="NAME",
         help="name in the certificates of controller and replicas (default: %(default)s)",
