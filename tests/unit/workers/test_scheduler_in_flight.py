@@ -298,6 +298,15 @@ def test_earlier_level_gets_the_slot_of_one_in_flight() -> None:
     assert served.tokens["ordinary"] == run_alone(ordinary.request)
 
 
+def test_what_decodes_in_flight_goes_on_before_a_prompt_of_an_earlier_level() -> None:
+    served = ScheduledModel(max_num_batched_tokens=8, policy="priority", max_in_flight=2, looks_ahead=True)
+    served.submit("ordinary", prompt(4), max_tokens=9, priority=1)
+    served.launch()
+    served.submit("urgent", prompt(20, first=50))
+
+    assert shares(served.launch()) == [(0, 4, 1), (1, 0, 7)]
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 3)])
 def test_an_end_with_a_token_in_flight_makes_no_block_known_that_holds_it(windows: tuple[int | None, ...]) -> None:
     served = ScheduledModel(max_in_flight=2, looks_ahead=True, windows=windows)  # blocks of four tokens

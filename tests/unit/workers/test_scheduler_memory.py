@@ -457,6 +457,17 @@ def test_sequence_that_sank_a_level_gives_way_to_one_that_came_after_it() -> Non
     assert (sinking.num_preemptions, later.num_preemptions) == (1, 0)
 
 
+def test_running_sequence_sinks_with_the_token_that_uses_up_its_level() -> None:
+    served = ScheduledModel(policy="mlfq")
+    sequence = served.submit("a", prompt(4), max_tokens=60)
+    levels = []
+    while served.launch() is not None:
+        levels.append(sequence.order[0])
+        served.collect()
+
+    assert [levels.index(level) for level in range(3)] == [0, 16, 48], "after as many tokens of output"
+
+
 def test_a_preempted_sequence_comes_back_from_the_host() -> None:
     """Its blocks go to others, and are loaded when it goes on: nothing full is computed again."""
     served = ScheduledModel(num_blocks=8, num_host_blocks=40)
