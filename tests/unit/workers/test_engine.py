@@ -366,7 +366,7 @@ def test_counters_are_the_sums_of_usage_through_abort_preemption_and_failover() 
 @pytest.mark.parametrize("looks_ahead", [False, True])
 def test_a_stall_is_seen_between_tokens_and_not_before_the_first(looks_ahead: bool) -> None:
     """Steps of a millisecond, of which the twentieth takes 200 more while three requests run."""
-    now_s, num_steps = 0.0, 0
+    now_s, num_steps = 7.0, 0
 
     def wait() -> None:
         nonlocal now_s, num_steps

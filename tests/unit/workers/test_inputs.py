@@ -14,8 +14,9 @@ from helpers.plans import make_plan
 
 from workers.device_tables import DeviceTables
 from workers.inputs import InputBuilder
-from workers.plan import NewSequence, ScheduledSequence, StepPlan
+from workers.plan import NewSequence, ScheduledSequence, ScheduledSequences, StepPlan
 from workers.request import SamplingParams
+from workers.slots import Slots
 
 BLOCK = 4
 
@@ -111,6 +112,20 @@ def test_a_slot_taken_again_forgets_tokens_and_blocks() -> None:
     )  # fmt: skip
     assert step.token_ids.tolist()[:2] == [50, 51]
     assert step.metas[0].block_tables.tolist() == [[8, 0, 0], [4, 5, 6]]
+
+
+def test_rows_learn_as_many_tokens_as_they_are_told() -> None:
+    draw, slots = random.Random(4), Slots(num_slots=12, max_context=400, block_size=BLOCK, num_groups=1)
+    told: list[list[int]] = [[] for _ in range(12)]
+    for number in range(100):
+        shares = []
+        for slot in draw.sample(range(12), draw.randint(1, 12)):
+            learnt = [100 * number + i for i in range(draw.randint(0, 2))]
+            told[slot] += learnt
+            shares.append(ScheduledSequence(slot, 0, 1, learnt, [], True))
+        slots.add_tokens(ScheduledSequences.of(shares))
+    assert slots.num_tokens.tolist() == [len(tokens) for tokens in told]
+    assert [slots.tokens[slot, : len(tokens)].tolist() for slot, tokens in enumerate(told)] == told
 
 
 def test_random_plans_equal_a_plain_reading_of_them() -> None:

@@ -21,6 +21,7 @@ from workers.kv_cache import (
     choose_num_blocks,
     lay_out_caches,
     lazy_zeros,
+    num_host_blocks,
 )
 
 # 2 (k, v) * 3 layers * 16 tokens * 2 heads * 8 dims * 4 bytes
@@ -136,6 +137,17 @@ def test_a_given_number_is_taken() -> None:
 
 def test_a_cpu_fills_its_cache_bytes() -> None:
     assert choose(CacheConfig(cpu_cache_bytes=10 * BLOCK_BYTES + 5)) == 10
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_stage_has_the_host_slots_that_the_largest_has_room_for(rank: int) -> None:
+    stage = decoder()
+    groups = group_layers((None, None, None), stages=[range(1), range(1, 3)], max_context=1000)
+    vars(stage).update(layer_groups=groups, mesh=SimpleNamespace(pp=SimpleNamespace(rank=rank)))
+    bytes_of_largest = BLOCK_BYTES // 3 * 2
+    assert num_host_blocks(CacheConfig(host_cache_bytes=10 * bytes_of_largest + 5), stage) == 10
+    with pytest.raises(EngineConfigError, match=f"allowed: 0, or a block of {bytes_of_largest}"):
+        num_host_blocks(CacheConfig(host_cache_bytes=bytes_of_largest - 1), stage)
 
 
 def test_a_gpu_fills_what_the_largest_step_leaves() -> None:
