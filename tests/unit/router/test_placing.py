@@ -136,6 +136,18 @@ def test_request_that_waits_for_nothing_takes_what_is_there(has_begun: bool) -> 
         placing.find(route_to(*books), 0.2)
 
 
+def test_wait_after_a_replica_that_gave_tokens_is_whole_though_it_has_left_before() -> None:
+    placing = seeking()
+    placing.note_loss(A, "drained", was_leaving=True)
+    placing.seek(1.0)
+    placing.note_tokens()
+    placing.note_loss(A, "drained", was_leaving=True)
+    placing.seek(100.0)
+    assert not placing.find(route_to(), 159.0)
+    with pytest.raises(NoReplicaError, match="ready for 60 s"):
+        placing.find(route_to(), 160.0)
+
+
 def test_any_number_of_replicas_may_leave_as_they_had_said() -> None:
     placing = seeking()
     for number in range(10):

@@ -202,6 +202,7 @@ def test_only_the_longest_prefix_is_a_reason() -> None:
     choice = affinity().choose(request(1000), views)
     assert (choice.replica_id, choice.reason) == ("b", "load")
     assert affinity().choose(request(15), [view("a")]).reason == "load", "no full block"
+    assert affinity().choose(request(31), [view("a", cached=1)]).reason == "prefix", "its only block"
 
 
 def test_home_of_a_short_prompt_gets_no_more_credit_than_it_can_save() -> None:
