@@ -1,5 +1,6 @@
 """Steps filled up to a bucket, with a recording that calls the layers again, and what a GPU is told."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -318,16 +319,17 @@ def test_what_is_between_pieces_is_called_and_not_recorded(monkeypatch: pytest.M
 
 def test_a_recording_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
-    calls: list[int] = []
+    calls: list[bool] = []
 
     def run(cut: Cut = call_at_once) -> Result:
-        calls.append(1)
+        calls.append(gc.isenabled())
         if len(calls) == 2:
             raise CollectiveError("out of memory")
         return torch.ones(1), torch.ones(1)
 
     with pytest.raises(GraphCaptureError, match=r"CUDA graph: out of memory; allowed: .*max_cudagraph_capture_size"):
         CudaGraphs().record(run, None)
+    assert [*calls, gc.isenabled()] == [True, False, True], "no garbage is collected while it records"
 
 
 def test_a_run_that_fails_before_the_recording_fails_as_any_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parallel.kernels.base import AttentionParams, LayerCache
 from parallel.kernels.cuda import CudaKernels
 from parallel.kernels.flash_attention import FlashAttention, torch_takes_block_tables
+from parallel.kernels.reference import ReferenceKernels
 
 PLAIN = AttentionParams(scale=0.1)
 
@@ -49,6 +50,37 @@ def test_torch_accepts_the_call() -> None:
         cache = LayerCache(*(torch.empty(9, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2)))
         q = torch.empty(5, 4, 64, dtype=torch.bfloat16)
         assert FlashAttention()(q, cache, fake, PLAIN).shape == q.shape
+
+
+def _attend_in_torch(q_TNH, k_BPKH, v_BPKH, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, **kwargs):  # type: ignore[no-untyped-def]
+    """What torch says of `varlen_attn`: the last query sees the last key, and a window has no end that is negative."""
+    assert (cu_seq_k, kwargs.pop("enable_gqa")) == (None, True)
+    (left, right), lengths, tables = (kwargs.pop(name) for name in ("window_size", "seqused_k", "block_table"))
+    out_TNH, heads_of_one = torch.empty_like(q_TNH), q_TNH.shape[1] // k_BPKH.shape[2]
+    for i, length in enumerate(lengths.tolist()):
+        begin, end = cu_seq_q[i : i + 2].tolist()
+        assert not kwargs
+        assert end - begin <= max_q
+        assert length <= max_k
+        k_LNH, v_LNH = (
+            cache[tables[i].long()].flatten(0, 1)[:length].repeat_interleave(heads_of_one, 1)
+            for cache in (k_BPKH, v_BPKH)
+        )
+        ahead = torch.arange(length) - torch.arange(length - (end - begin), length)[:, None]
+        is_seen = ((ahead <= right) | (right < 0)) & ((-ahead <= left) | (left < 0))
+        scores = torch.einsum("qnh,lnh->nql", q_TNH[begin:end] * scale, k_LNH).masked_fill(~is_seen, -torch.inf)
+        out_TNH[begin:end] = torch.einsum("nql,lnh->qnh", scores.softmax(-1), v_LNH)
+    return out_TNH
+
+
+def test_the_call_asks_for_what_attention_means() -> None:
+    torch.manual_seed(0)
+    meta = make_meta([(1, 9), (4, 40), (7, 7)], block_size=16, num_blocks=9)
+    cache, q = LayerCache(*torch.randn(2, 9, 16, 2, 64)), torch.randn(12, 4, 64)
+    attention = FlashAttention()
+    attention._attend = _attend_in_torch
+    expected = ReferenceKernels().attention(q, cache, meta, PLAIN)
+    assert torch.allclose(attention(q, cache, meta, PLAIN), expected, atol=1e-5)
 
 
 def test_what_is_not_installed_is_no_error() -> None:
