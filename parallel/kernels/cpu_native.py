@@ -5,7 +5,7 @@ Each is one pass over memory. What the compiled kernels do not take (odd head si
 
 import ctypes
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -55,10 +55,10 @@ class NativeCpuKernels:
     """Implements `Kernels`. Holds the layout of the step in progress: one object per model, one thread.
 
     Args:
-        operations: the compiled kernels by dtype.
+        operations: the compiled kernels; what is not of their dtype is torch's business.
         programs: the compiled products and programs; None: the CPU has not the instructions.
         num_threads: of torch's OpenMP pool, which the kernels share.
-        int8: the compiled products in 8 bits by dtype of the model; empty: the CPU has not the instructions.
+        int8: the compiled products in 8 bits; None: the CPU has not the instructions.
         all_reduces: the compiled sums over ranks; None: the system has not the means.
     """
 
@@ -69,13 +69,13 @@ class NativeCpuKernels:
 
     def __init__(
         self,
-        operations: Mapping[torch.dtype, Operations],
+        operations: Operations,
         programs: Programs | None,
         num_threads: int,
-        int8: Mapping[torch.dtype, Int8Operations] | None = None,
+        int8: Int8Operations | None = None,
         all_reduces: AllReduces | None = None,
     ) -> None:
-        self._int8 = int8 or {}
+        self._int8 = int8
         self._all_reduces = all_reduces
         self._operations = operations
         self._programs = programs
@@ -124,18 +124,16 @@ class NativeCpuKernels:
             return NativeTable(weight_VE, self._programs, self._num_threads, memory=self._memory)
         if not is_shared:
             return self.pack_linear(weight_VE, bias_V)
-        operations = self._operations.get(weight_VE.dtype)
-        if operations is None or not is_dense or num_out % LANES or num_in % LANES:
+        if not self._knows(weight_VE) or not is_dense or num_out % LANES or num_in % LANES:
             return self._torch.pack_head(weight_VE, bias_V, is_shared=True)
-        return RowLinear(weight_VE, operations, self._num_threads)
+        return RowLinear(weight_VE, self._operations, self._num_threads)
 
     def quantize_linear(self, weight_OI: Tensor, bias_O: Tensor | None, *, keeps_weight: bool = False) -> PackedLinear:
         """See `Kernels.quantize_linear`."""
-        operations = self._int8.get(weight_OI.dtype)
-        if operations is None:
+        if self._int8 is None or not self._knows(weight_OI):
             return self._torch.quantize_linear(weight_OI, bias_O, keeps_weight=keeps_weight)
         return NativeInt8Linear(
-            *(weight_OI, bias_O, operations, self._recorder, self._num_threads),
+            *(weight_OI, bias_O, self._int8, self._recorder, self._num_threads),
             memory=self._memory,
             keeps_weight=keeps_weight,
         )
@@ -148,23 +146,21 @@ class NativeCpuKernels:
 
     def quantize_experts(self, weights: ExpertWeights) -> PackedExperts:
         """See `Kernels.quantize_experts`."""
-        operations = self._int8.get(weights.into_XJE.dtype)
-        if self._programs is not None and operations is not None and can_pack_experts(weights, self._programs):
-            return NativeExperts(weights, self._programs, self._recorder, self._num_threads, int8=operations)
+        if self._programs is not None and self._int8 is not None and can_pack_experts(weights, self._programs):
+            return NativeExperts(weights, self._programs, self._recorder, self._num_threads, int8=self._int8)
         return self._torch.quantize_experts(weights)
 
     def pack_gate(self, weight_1E: Tensor) -> RowGate:
         """See `Kernels.pack_gate`."""
         in_torch = self._torch.pack_gate(weight_1E)
-        operations = self._operations.get(weight_1E.dtype)
-        if operations is None:
+        if not self._knows(weight_1E):
             return in_torch
         weight_E = weight_1E.flatten()
 
         def gate(y_TE: Tensor, x_TE: Tensor) -> Tensor:
             if y_TE.stride(1) != 1 or x_TE.stride(1) != 1 or y_TE.shape != x_TE.shape:
                 return in_torch(y_TE, x_TE)
-            operations.gate_rows(
+            self._operations.gate_rows(
                 *(y_TE.data_ptr(), y_TE.stride(0), x_TE.data_ptr(), x_TE.stride(0), weight_E.data_ptr()),
                 *(*x_TE.shape, self._num_threads),
             )
@@ -209,13 +205,12 @@ class NativeCpuKernels:
 
     def sum_squares(self, *tensors_TNH: Tensor) -> Tensor:
         """See `Kernels.sum_squares`."""
-        operations = self._operations.get(tensors_TNH[0].dtype)
-        if operations is None or not all(map(_has_dense_heads, tensors_TNH)):
+        if not self._knows(tensors_TNH[0]) or not all(map(_has_dense_heads, tensors_TNH)):
             return self._torch.sum_squares(*tensors_TNH)
         num_tokens, num_columns = len(tensors_TNH[0]), len(tensors_TNH)
         sums = tensors_TNH[0].new_empty(num_tokens, num_columns, dtype=torch.float32)
         for column, x_TNH in enumerate(tensors_TNH):
-            operations.sum_squares(
+            self._operations.sum_squares(
                 *(sums.data_ptr() + column * sums.itemsize, num_columns, x_TNH.data_ptr(), x_TNH.stride(0)),
                 *(num_tokens, x_TNH.shape[1:].numel(), self._num_threads),
             )
@@ -224,10 +219,9 @@ class NativeCpuKernels:
 
     def norm_part(self, x_TNH: Tensor, squares_T: Tensor, weight_NH: Tensor, *, num_summed: int, eps: float) -> Tensor:
         """See `Kernels.norm_part`; written in place."""
-        operations = self._operations.get(x_TNH.dtype)
-        if operations is None or not _has_dense_heads(x_TNH) or weight_NH.dtype is not x_TNH.dtype:
+        if not self._knows(x_TNH) or not _has_dense_heads(x_TNH) or weight_NH.dtype is not x_TNH.dtype:
             return self._torch.norm_part(x_TNH, squares_T, weight_NH, num_summed=num_summed, eps=eps)
-        operations.norm_part(
+        self._operations.norm_part(
             *(x_TNH.data_ptr(), x_TNH.stride(0), squares_T.data_ptr(), squares_T.stride(0), weight_NH.data_ptr()),
             *(len(x_TNH), x_TNH.shape[1:].numel(), num_summed, eps, self._num_threads),
         )
@@ -271,37 +265,34 @@ class NativeCpuKernels:
         return self._gate(Activation.SILU, gate_up_T2I)
 
     def _activate(self, activation: Activation, x_TI: Tensor) -> Tensor:
-        operations = self._operations.get(x_TI.dtype)
-        if operations is None or x_TI.dim() != 2 or x_TI.stride(1) != 1:
+        if not self._knows(x_TI) or x_TI.dim() != 2 or x_TI.stride(1) != 1:
             return self._torch.activated(activation)(x_TI)
         number = ACTIVATIONS.index(activation)
-        operations.activate(x_TI.data_ptr(), x_TI.stride(0), *x_TI.shape, number, self._num_threads)
+        self._operations.activate(x_TI.data_ptr(), x_TI.stride(0), *x_TI.shape, number, self._num_threads)
         self._recorder.note(Tape.activate, x_TI, activation)
         return x_TI
 
     def _gate(self, activation: Activation, gate_up_T2I: Tensor) -> Tensor:
-        operations = self._operations.get(gate_up_T2I.dtype)
-        if operations is None or not gate_up_T2I.is_contiguous():
+        if not self._knows(gate_up_T2I) or not gate_up_T2I.is_contiguous():
             return self._torch.gated(activation)(gate_up_T2I)
         num_rows, size = gate_up_T2I.shape[0], gate_up_T2I.shape[1] // 2
         out_TI = gate_up_T2I.new_empty(num_rows, size)
         number = ACTIVATIONS.index(activation)
-        operations.gate(out_TI.data_ptr(), gate_up_T2I.data_ptr(), num_rows, size, number, self._num_threads)
+        self._operations.gate(out_TI.data_ptr(), gate_up_T2I.data_ptr(), num_rows, size, number, self._num_threads)
         self._recorder.note(Tape.gate, out_TI, gate_up_T2I, activation)
         return out_TI
 
     def write_cache(self, k_TKH: Tensor, v_TKH: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
         """See `Kernels.write_cache`."""
-        operations = self._operations.get(k_TKH.dtype)
         num_tokens, num_kv_heads, head_dim = k_TKH.shape
         is_int8 = cache.k_scale_BPK is not None
         is_known = _has_dense_heads(k_TKH) and _has_dense_heads(v_TKH) and _is_dense(cache)
-        if operations is None or not is_known or (is_int8 and head_dim % LANES):
+        if not self._knows(k_TKH) or not is_known or (is_int8 and head_dim % LANES):
             self._torch.write_cache(k_TKH, v_TKH, cache, slot_mapping_T)
             return
         block_size = cache.k_BPKH.shape[1]
         sizes = (block_size, num_kv_heads, head_dim) if is_int8 else (num_kv_heads * head_dim,)
-        (operations.write_cache_int8 if is_int8 else operations.write_cache)(
+        (self._operations.write_cache_int8 if is_int8 else self._operations.write_cache)(
             *(cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr(), k_TKH.data_ptr(), v_TKH.data_ptr()),
             *(k_TKH.stride(0), v_TKH.stride(0), slot_mapping_T.data_ptr(), num_tokens, *sizes, self._num_threads),
         )
@@ -309,35 +300,38 @@ class NativeCpuKernels:
 
     def attention(self, q_TNH: Tensor, cache: LayerCache, meta: AttentionMeta, params: AttentionParams) -> Tensor:
         """See `Kernels.attention`."""
-        operations = self._operations.get(q_TNH.dtype)
-        if operations is None or q_TNH.shape[2] % LANES or not (_has_dense_heads(q_TNH) and _is_dense(cache)):
+        is_known = self._knows(q_TNH) and q_TNH.shape[2] % LANES == 0
+        if not is_known or not (_has_dense_heads(q_TNH) and _is_dense(cache)):
             return self._torch.attention(q_TNH, cache, meta, params)
         out_TNH = q_TNH.new_empty(q_TNH.shape)
         self._recorder.note(Tape.attention, out_TNH, q_TNH, cache, self._layer_params(params))
         num_sequences = len(meta.context_lens_host)
-        is_fast = operations.has_dot_products(q_TNH.shape[2], cache.k_scale_BPK is not None)
+        is_fast = self._operations.has_dot_products(q_TNH.shape[2], cache.k_scale_BPK is not None)
         if meta.num_decodes < num_sequences and params.is_plain and not is_fast and self._recorder.tape is None:
             # torch's blocked kernel is faster for long chunks
             self._chunks.attend_chunks(q_TNH, out_TNH, cache, meta, params)
             num_sequences = meta.num_decodes
         if num_sequences:
             layout = self._layout(q_TNH.shape[1], num_sequences, cache, meta)
-            operations.attention(
+            self._operations.attention(
                 *(out_TNH.data_ptr(), q_TNH.data_ptr(), q_TNH.stride(0)),
                 *(cache.k_BPKH.data_ptr(), cache.v_BPKH.data_ptr()),
                 *(ctypes.byref(layout), ctypes.byref(self._layer_params(params))),
             )
         return out_TNH
 
+    def _knows(self, x: Tensor) -> bool:
+        return x.dtype is self._operations.dtype
+
     def _can_norm(self, x: Tensor, weight: Tensor) -> bool:
-        is_known = x.dtype in self._operations and (weight.dtype is x.dtype or weight.dtype is torch.float32)
+        is_known = self._knows(x) and (weight.dtype is x.dtype or weight.dtype is torch.float32)
         are_rows = x.stride(1) == 1 if x.dim() == 2 else _has_dense_heads(x)
         return is_known and weight.is_contiguous() and are_rows
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
         size = x.shape[-1]
-        self._operations[x.dtype].rms_norm(
+        self._operations.rms_norm(
             *(out.data_ptr(), x.data_ptr(), x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.stride(0), size),
             *(None if residual is None else residual.data_ptr(), weight.data_ptr()),
             *(size if weight.dim() == 2 else 0, weight.dtype is torch.float32, eps, self._num_threads),
@@ -355,7 +349,7 @@ class NativeCpuKernels:
         out = x.new_empty(x.shape)
         size = x.shape[-1]
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in (residual, weight, bias))
-        self._operations[x.dtype].layer_norm(
+        self._operations.layer_norm(
             *(out.data_ptr(), x.data_ptr(), x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.stride(0), size),
             *(*addresses, size if weight.dim() == 2 else 0, eps, self._num_threads),
         )
@@ -363,15 +357,14 @@ class NativeCpuKernels:
         return out
 
     def _can_rotate(self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor) -> bool:
-        is_known = q_TNH.dtype in self._operations and k_TKH.dtype is q_TNH.dtype and cos_TR.is_contiguous()
+        is_known = self._knows(q_TNH) and k_TKH.dtype is q_TNH.dtype and cos_TR.is_contiguous()
         return is_known and q_TNH.stride(2) == 1 and k_TKH.stride(2) == 1
 
     def _rotate(
         self, q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, is_interleaved: bool
     ) -> tuple[Tensor, Tensor]:
-        rotary = self._operations[q_TNH.dtype].rotary
         for x in (q_TNH, k_TKH):
-            rotary(
+            self._operations.rotary(
                 *(x.data_ptr(), *x.stride()[:2], *x.shape, cos_TR.data_ptr(), sin_TR.data_ptr(), cos_TR.shape[1]),
                 *(is_interleaved, self._num_threads),
             )

@@ -21,23 +21,22 @@
 namespace weft {
 
 // Whether the CPU has dot products for rows of this size, in tiles or vectors: then all that attends them does so here, with the
-// same bits. C: what the cache holds.
-template <class T, class C = T>
-bool has_dot_products(int head_dim) {
+// same bits. is_int8: what the cache holds.
+inline bool has_dot_products(int head_dim, bool is_int8) {
 #ifdef WEFT_HAS_INT8
-    if (sizeof(C) == 1) return head_dim % int8::STEP == 0;
+    if (is_int8) return head_dim % int8::STEP == 0;
 #endif
 #ifdef WEFT_HAS_PACKED_MATRIX
-    return std::is_same_v<T, Number> && std::is_same_v<C, Number> && head_dim % PANEL == 0;
+    return !is_int8 && head_dim % PANEL == 0;
 #else
     return false;
 #endif
 }
 
-template <class T, class C = T>
+template <class C>
 struct Tensors {
-    Target<T> out;  // [T, heads, head_dim]
-    const T* q;
+    Target<Number> out;  // [tokens, heads, head_dim]
+    const Number* q;
     int64_t q_token_stride;  // elements; heads are dense
     const C* keys;           // [blocks, block_size, kv heads, head_dim], dense; int8_t: as cache_int8.h says
     const C* values;
@@ -58,10 +57,10 @@ class Scratch {
     }
 };
 
-template <class T, class C = T>
+template <class C>
 class PagedAttention {
   public:
-    PagedAttention(const Tensors<T, C>& tensors, const StepLayout& layout, const LayerParams& params, AttentionPlan& plan)
+    PagedAttention(const Tensors<C>& tensors, const StepLayout& layout, const LayerParams& params, AttentionPlan& plan)
         : tensors_(tensors), layout_(layout), params_(params), plan_(plan), queries_{layout, params.window},
           group_(layout.num_heads / layout.num_kv_heads), token_stride_(int64_t(layout.num_kv_heads) * layout.head_dim),
           blocks_{layout.block_size, layout.num_kv_heads, layout.head_dim},
@@ -87,8 +86,8 @@ class PagedAttention {
         Scratch& scratch = Scratch::of_this_thread();
         const int num_rows = tile.num_kv_heads * tile.num_queries * group_;
         const size_t totals_size = size_t(num_rows) * layout_.head_dim;
-        static thread_local Buffer<T> buffer;
-        const T* q = gather(tile, buffer);
+        static thread_local Buffer<Number> buffer;
+        const Number* q = gather(tile, buffer);
         if (tile.is_shared) return compute_shared(tile, q, scratch);
         if (tile.split >= 0) {
             Splits::Open& open = plan_.splits.open[tile.split];
@@ -115,15 +114,15 @@ class PagedAttention {
 
     // attention_chunks.h
     void compute(const Bundle& bundle);
-    void attend_packed(const Bundle& bundle, const T* q, Running* running, float* totals);
-    void attend_integers(const Bundle& bundle, int num_rows, const T* q, Running* running, float* totals);
+    void attend_packed(const Bundle& bundle, const Number* q, Running* running, float* totals);
+    void attend_integers(const Bundle& bundle, int num_rows, const Number* q, Running* running, float* totals);
     template <class Visit>
     void for_each_piece(const Bundle& bundle, const Visit& visit) const;
     template <class Open, class Add, class Close>
     void for_each_block(const Bundle& bundle, const Open& open, const Add& add, const Close& close) const;
     bool is_same(const Tile& tile, const Tile& other, Span tokens) const;
 
-    void compute_shared(const Tile& tile, const T* q, Scratch& scratch) {
+    void compute_shared(const Tile& tile, const Number* q, Scratch& scratch) {
         const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
         std::vector<Running>& running = scratch.running;
         running.resize(rows);
@@ -153,33 +152,32 @@ class PagedAttention {
     }
 
     // The queries of a tile side by side; those of a single token lie so already.
-    const T* gather(const Tile& tile, Buffer<T>& buffer) const {
+    const Number* gather(const Tile& tile, Buffer<Number>& buffer) const {
         const int heads = tile.num_kv_heads * group_, head_dim = layout_.head_dim;
-        const T* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
+        const Number* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
         if (tile.num_queries == 1 && group_ <= ROOM / 2) return first;  // more rows may be read than there are
-        T* const gathered = buffer.room((size_t(heads) * tile.num_queries + ROOM) * head_dim);
+        Number* const gathered = buffer.room((size_t(heads) * tile.num_queries + ROOM) * head_dim);
         copy_queries(tile, gathered);
         return gathered;
     }
 
-    void copy_queries(const Tile& tile, T* to) const {
+    void copy_queries(const Tile& tile, Number* to) const {
         const int heads = tile.num_kv_heads * group_, head_dim = layout_.head_dim;
-        const T* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
+        const Number* first = tensors_.q + tile.first_query * tensors_.q_token_stride + int64_t(tile.first_kv_head) * group_ * head_dim;
         const size_t group_size = size_t(group_) * head_dim;
         for (int head = 0; head < heads; head += group_)
             for (int query = 0; query < tile.num_queries; query++, to += group_size)
-                std::memcpy(to, first + query * tensors_.q_token_stride + head * head_dim, group_size * sizeof(T));
+                std::memcpy(to, first + query * tensors_.q_token_stride + head * head_dim, group_size * sizeof(Number));
     }
 
-    void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
+    void attend_partition(const Tile& tile, int partition, const Number* q, Scratch& scratch, Running* running, float* totals) {
 #ifdef WEFT_HAS_INT8
         if constexpr (IS_INT8)
             if (layout_.head_dim % int8::STEP == 0) return attend_integers(tile, partition, q, running, totals);
 #endif
 #ifdef WEFT_HAS_PACKED_MATRIX
-        if constexpr (std::is_same_v<T, Number> && !IS_INT8)
-            if (has_dot_products<T>(layout_.head_dim))
-                return attend_packed(tile, partition, q, scratch, running, totals);
+        if constexpr (!IS_INT8)
+            if (has_dot_products(layout_.head_dim, false)) return attend_packed(tile, partition, q, scratch, running, totals);
 #endif
         switch (layout_.head_dim) {
             case 64: return attend_partition<64>(tile, partition, q, scratch, running, totals);
@@ -189,7 +187,7 @@ class PagedAttention {
     }
 
     template <int HEAD_DIM>
-    void attend_partition(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
+    void attend_partition(const Tile& tile, int partition, const Number* q, Scratch& scratch, Running* running, float* totals) {
         const int head_dim = HEAD_DIM ? HEAD_DIM : layout_.head_dim;
         const int rows_a_head = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows_a_head;
         const Span seen = tokens_of(tile, partition);
@@ -228,15 +226,15 @@ class PagedAttention {
 
 #ifdef WEFT_HAS_PACKED_MATRIX
     // As attend_partition, by dot products of pairs: attention_packed.h.
-    void attend_packed(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals);
-    void add_block(const Tile& tile, int row, int num_rows, int begin, Span seen, const T* q, Running* running, float* totals);
+    void attend_packed(const Tile& tile, int partition, const Number* q, Scratch& scratch, Running* running, float* totals);
+    void add_block(const Tile& tile, int row, int num_rows, int begin, Span seen, const Number* q, Running* running, float* totals);
     PackedTokens pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const;
 
     // As attend_packed, one row a head: attention_single.h.
-    void attend_single_rows(const Tile& tile, Span seen, const T* q, Scratch& scratch, Running* running, float* totals);
+    void attend_single_rows(const Tile& tile, Span seen, const Number* q, Scratch& scratch, Running* running, float* totals);
     void ask_ahead(Upcoming& upcoming, const Tile& tile, Span seen, bool is_asked, Scratch& scratch) const;
-    void add_tokens(Upcoming& upcoming, const T* half, const Tile& tile, int begin, int end) const;
-    const T* gather_keys(const int64_t* offsets, int head, Scratch& scratch) const;
+    void add_tokens(Upcoming& upcoming, const Number* half, const Tile& tile, int begin, int end) const;
+    const Number* gather_keys(const int64_t* offsets, int head, Scratch& scratch) const;
 #endif
 
     // The tokens of a partition that the tile sees.
@@ -248,7 +246,7 @@ class PagedAttention {
 
     // Where scores begin whose first token that is seen is `token`: a window begins anywhere, and what a row sees has to lie in
     // the same lanes and pairs for a single token, a chunk, and the rows beside it in one.
-    static int first_of_run(int token) { return token / Softmax<T>::RUN * Softmax<T>::RUN; }
+    static int first_of_run(int token) { return token / Softmax::RUN * Softmax::RUN; }
 
     // Where the tile's first head of each of num_tokens tokens from `begin` on begins; those that are not seen, whose blocks may
     // be another's by now, are the first or the last one that is.
@@ -264,15 +262,15 @@ class PagedAttention {
     }
 
     // As attend_partition, by integers: attention_int8.h.
-    void attend_integers(const Tile& tile, int partition, const T* q, Running* running, float* totals);
+    void attend_integers(const Tile& tile, int partition, const Number* q, Running* running, float* totals);
 
     // The softmax of rows [first, first + count) of the tile over some tokens: their scores become weights, in whole runs.
     void soften(const Tile& tile, int first, int count, Span tokens, float* scores, int64_t stride, float scale, Running* running) const {
-        constexpr int RUN = Softmax<T>::RUN, MOST = Softmax<T>::MOST_ROWS;
+        constexpr int RUN = Softmax::RUN, MOST = Softmax::MOST_ROWS;
         const int num_tokens = (tokens.end - tokens.begin + RUN - 1) / RUN * RUN;
         for (; count > 0; first += MOST, count -= MOST, scores += MOST * stride, running += MOST) {
             const int num_rows = std::min(count, MOST);
-            Softmax<T> softmax;
+            Softmax softmax;
             softmax.begin(softmax_scale(scale));
             for (int i = 0; i < num_rows; i++) search(softmax, i, tile, first + i, tokens.begin, seen_by(tile, first + i, tokens), scores + i * stride, scale);
             softmax.settle(num_rows);
@@ -299,7 +297,7 @@ class PagedAttention {
         return params_.own_column - queries_.position(sequence, query);
     }
 
-    void search(Softmax<T>& softmax, int place, const Tile& tile, int row, int begin, Span seen, float* scores, float scale) const {
+    void search(Softmax& softmax, int place, const Tile& tile, int row, int begin, Span seen, float* scores, float scale) const {
         if (params_.soft_cap != 0 || params_.key_bias) {
             const int head = (tile.first_kv_head + row / (group_ * tile.num_queries)) * group_ + row % group_;
             const float* bias = nullptr;
@@ -362,7 +360,7 @@ class PagedAttention {
     }
 
     static constexpr int ROOM = 32;  // rows past the last that matrix tiles may touch
-    const Tensors<T, C> tensors_;
+    const Tensors<C> tensors_;
     const StepLayout& layout_;
     const LayerParams& params_;
     AttentionPlan& plan_;
@@ -374,32 +372,17 @@ class PagedAttention {
 };
 
 // Whether a step's chunks are bundled, and their keys and values packed.
-template <class T>
-bool packs_chunks(const StepLayout& layout) {
+inline bool packs_chunks(const StepLayout& layout) {
 #ifdef WEFT_HAS_PACKED_MATRIX
-    return layout.is_int8 ? has_dot_products<T, int8_t>(layout.head_dim) : has_dot_products<T>(layout.head_dim);
+    return has_dot_products(layout.head_dim, layout.is_int8);
 #else
     return false;
 #endif
 }
 
-// One layer, whatever its cache holds.
-template <class T>
-void attend(const Target<T>& out, const T* q, int64_t q_token_stride, const void* keys, const void* values, const StepLayout& layout,
-            const LayerParams& params, AttentionPlan& plan, Team& team) {
-    if (layout.is_int8) {
-        const Tensors<T, int8_t> tensors{out, q, q_token_stride, static_cast<const int8_t*>(keys), static_cast<const int8_t*>(values)};
-        return PagedAttention<T, int8_t>(tensors, layout, params, plan).run(team);
-    }
-    const Tensors<T> tensors{out, q, q_token_stride, static_cast<const T*>(keys), static_cast<const T*>(values)};
-    PagedAttention<T>(tensors, layout, params, plan).run(team);
-}
-
-// In attention.cpp.
-extern template void attend(const Target<float>&, const float*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
-#if !WEFT_IS_FLOAT32
-extern template void attend(const Target<Number>&, const Number*, int64_t, const void*, const void*, const StepLayout&, const LayerParams&, AttentionPlan&, Team&);
-#endif
+// One layer, whatever its cache holds; in attention.cpp.
+void attend(const Target<Number>& out, const Number* q, int64_t q_token_stride, const void* keys, const void* values,
+            const StepLayout& layout, const LayerParams& params, AttentionPlan& plan, Team& team);
 
 }  // namespace weft
 

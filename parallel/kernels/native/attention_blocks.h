@@ -135,7 +135,7 @@ class Blocks {
 
     struct Work {
         Block block;
-        Softmax<Number> softmax;
+        Softmax softmax;
         alignas(64) float scores[BLOCK_ROWS * STRIDE];  // weights take their place
 
         Number* weights() { return reinterpret_cast<Number*>(scores); }

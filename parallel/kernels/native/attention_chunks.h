@@ -11,9 +11,9 @@ namespace weft {
 // the piece before, close() before that and at the end, and add(piece, row of the bundle, row of the piece, rows, begin, span from
 // there on that the rows see, in whole panels). A partition begins at the same tokens for all rows that there are, so that the bits
 // of a row do not depend on its bundle.
-template <class T, class C>
+template <class C>
 template <class Open, class Add, class Close>
-void PagedAttention<T, C>::for_each_block(const Bundle& bundle, const Open& open, const Add& add, const Close& close) const {
+void PagedAttention<C>::for_each_block(const Bundle& bundle, const Open& open, const Add& add, const Close& close) const {
     int last_partition = 0, first_partition = INT32_MAX;
     for_each_piece(bundle, [&](const Tile& piece, int) {
         first_partition = std::min(first_partition, queries_.first_seen(piece.sequence, piece.first_query) / PARTITION);
@@ -45,16 +45,16 @@ void PagedAttention<T, C>::for_each_block(const Bundle& bundle, const Open& open
 }
 
 // Whether these tokens of two sequences lie in the same blocks.
-template <class T, class C>
-bool PagedAttention<T, C>::is_same(const Tile& tile, const Tile& other, Span tokens) const {
+template <class C>
+bool PagedAttention<C>::is_same(const Tile& tile, const Tile& other, Span tokens) const {
     const auto table = [&](const Tile& of, int token) { return layout_.block_tables + of.sequence * layout_.table_stride + token / layout_.block_size; };
     return std::equal(table(tile, tokens.begin), table(tile, tokens.end - 1) + 1, table(other, tokens.begin));
 }
 
 // visit(piece, its first row in the bundle)
-template <class T, class C>
+template <class C>
 template <class Visit>
-void PagedAttention<T, C>::for_each_piece(const Bundle& bundle, const Visit& visit) const {
+void PagedAttention<C>::for_each_piece(const Bundle& bundle, const Visit& visit) const {
     for (int i = bundle.first_piece, row = 0; i < bundle.first_piece + bundle.num_pieces; i++) {
         Tile piece = plan_.pieces[i];
         piece.first_kv_head = bundle.kv_head;
@@ -63,14 +63,14 @@ void PagedAttention<T, C>::for_each_piece(const Bundle& bundle, const Visit& vis
     }
 }
 
-template <class T, class C>
-void PagedAttention<T, C>::compute(const Bundle& bundle) {
+template <class C>
+void PagedAttention<C>::compute(const Bundle& bundle) {
     const int head_dim = layout_.head_dim;
     Scratch& scratch = Scratch::of_this_thread();
-    static thread_local Buffer<T> queries;
+    static thread_local Buffer<Number> queries;
     size_t num_rows = 0;
     for_each_piece(bundle, [&](const Tile& piece, int) { num_rows += size_t(piece.num_queries) * group_; });
-    T* const q = queries.room((num_rows + ROOM) * head_dim);
+    Number* const q = queries.room((num_rows + ROOM) * head_dim);
     float* const totals = scratch.totals.room(num_rows * head_dim);
     scratch.running.assign(num_rows, Running{});
     Running* const running = scratch.running.data();
@@ -78,12 +78,12 @@ void PagedAttention<T, C>::compute(const Bundle& bundle) {
 #ifdef WEFT_HAS_INT8
     if constexpr (IS_INT8) attend_integers(bundle, int(num_rows), q, running, totals);
 #endif
-    if constexpr (std::is_same_v<T, Number> && !IS_INT8) attend_packed(bundle, q, running, totals);
+    if constexpr (!IS_INT8) attend_packed(bundle, q, running, totals);
     for_each_piece(bundle, [&](const Tile& piece, int row) { write(piece, running + row, totals + size_t(row) * head_dim); });
 }
 
-template <class T, class C>
-void PagedAttention<T, C>::attend_packed(const Bundle& bundle, const T* q, Running* running, float* totals) {
+template <class C>
+void PagedAttention<C>::attend_packed(const Bundle& bundle, const Number* q, Running* running, float* totals) {
     Blocks& blocks = Blocks::of_this_thread();
     const TileScope scope;
     for_each_block(

@@ -6,8 +6,8 @@
 
 namespace weft {
 
-template <class T, class C>
-void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, const T* q, Running* running, float* totals) {
+template <class C>
+void PagedAttention<C>::attend_integers(const Tile& tile, int partition, const Number* q, Running* running, float* totals) {
     const int head_dim = layout_.head_dim, rows = tile.num_queries * group_, num_rows = tile.num_kv_heads * rows;
     const Span seen = tokens_of(tile, partition);
     const int begin = first_of_run(seen.begin), end = seen.end;
@@ -103,8 +103,8 @@ void PagedAttention<T, C>::attend_integers(const Tile& tile, int partition, cons
 #ifdef WEFT_HAS_PACKED_MATRIX
 
 // Of a bundle, as attention_chunks.h has them.
-template <class T, class C>
-void PagedAttention<T, C>::attend_integers(const Bundle& bundle, int num_rows, const T* q, Running* running, float* totals) {
+template <class C>
+void PagedAttention<C>::attend_integers(const Bundle& bundle, int num_rows, const Number* q, Running* running, float* totals) {
     const int head_dim = layout_.head_dim;
     int8::AttentionScratch& scratch = int8::AttentionScratch::of_this_thread();
     const size_t rows_size = size_t(num_rows + ROOM) * head_dim;

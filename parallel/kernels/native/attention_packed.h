@@ -8,8 +8,8 @@
 namespace weft {
 
 // As attend_partition, by dot products of pairs: weights are rounded to 16 bits before they meet the values.
-template <class T, class C>
-inline void PagedAttention<T, C>::attend_packed(const Tile& tile, int partition, const T* q, Scratch& scratch, Running* running, float* totals) {
+template <class C>
+inline void PagedAttention<C>::attend_packed(const Tile& tile, int partition, const Number* q, Scratch& scratch, Running* running, float* totals) {
     const int head_dim = layout_.head_dim, rows = tile.num_queries * group_;
     const Span seen = tokens_of(tile, partition);
     const int begin = first_of_run(seen.begin);
@@ -30,21 +30,21 @@ inline void PagedAttention<T, C>::attend_packed(const Tile& tile, int partition,
 }
 
 // Rows [row, row + num_rows) of the tile; `seen` is counted from `begin` on.
-template <class T, class C>
-inline void PagedAttention<T, C>::add_block(const Tile& tile, int row, int num_rows, int begin, Span seen, const T* q, Running* running, float* totals) {
+template <class C>
+inline void PagedAttention<C>::add_block(const Tile& tile, int row, int num_rows, int begin, Span seen, const Number* q, Running* running, float* totals) {
     const Span tokens{begin, std::min(begin + seen.end, (begin / PARTITION + 1) * PARTITION)};  // panels may end later
     const Span first = seen_by(tile, row, tokens), last = seen_by(tile, row + num_rows - 1, tokens);
     const bool see_the_same = first.begin == last.begin && first.end == last.end;
     Blocks::of_this_thread().add({q, num_rows, seen, running, totals}, softmax_scale(params_.scale),
-                                 [&](int i, Softmax<T>& softmax, float* scores) {
+                                 [&](int i, Softmax& softmax, float* scores) {
                                      const Span seen_by_row = see_the_same ? first : seen_by(tile, row + i, tokens);
                                      search(softmax, i, tile, row + i, tokens.begin, seen_by_row, scores, params_.scale);
                                  });
 }
 
 // Tokens from `begin` on, of which the tile sees `seen`.
-template <class T, class C>
-inline PackedTokens PagedAttention<T, C>::pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const {
+template <class C>
+inline PackedTokens PagedAttention<C>::pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const {
     const int num_tokens = (seen.end - begin + PANEL - 1) / PANEL * PANEL;
     const int64_t size = int64_t(tile.num_kv_heads) * num_tokens * layout_.head_dim;
     Number* const packed = scratch.packed.room(2 * size);

@@ -10,8 +10,8 @@ namespace weft {
 constexpr int AHEAD = PANEL;  // tokens that are asked for before they are read
 constexpr int TOGETHER = 4;  // tokens whose values are added, of all heads, before those after them: about as they lie in memory
 
-template <class T, class C>
-void PagedAttention<T, C>::attend_single_rows(const Tile& tile, Span seen, const T* q, Scratch& scratch, Running* running, float* totals) {
+template <class C>
+void PagedAttention<C>::attend_single_rows(const Tile& tile, Span seen, const Number* q, Scratch& scratch, Running* running, float* totals) {
     const int head_dim = layout_.head_dim, heads = tile.num_kv_heads;
     const int begin = first_of_run(seen.begin), count = seen.end - begin, num_unseen = seen.begin - begin;
     const int num_tokens = (count + TILE - 1) / TILE * TILE;
@@ -26,7 +26,7 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, Span seen, const
         const bool is_together = token >= num_unseen && (begin + token) % layout_.block_size + TILE <= layout_.block_size;
         const int pace = !is_asked && token < AHEAD ? 2 : 1;
         for (int head = 0; head < heads; head++) {
-            const T* keys = is_together ? tensors_.keys + offsets[token] + head * head_dim : gather_keys(offsets + token, head, scratch);
+            const Number* keys = is_together ? tensors_.keys + offsets[token] + head * head_dim : gather_keys(offsets + token, head, scratch);
             const int64_t stride = is_together ? token_stride_ : head_dim;
             score_row(scores + head * PARTITION + token, keys, stride, q + head * head_dim, head_dim, upcoming, pace);
         }
@@ -37,7 +37,7 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, Span seen, const
     const int together = may_use_tiles() ? PANEL : TOGETHER;
     for (int token = num_unseen / together * together; token < count; token += together)
         for (int head = 0; head < heads; head++) {
-            const T* values = tensors_.values + head * head_dim;
+            const Number* values = tensors_.values + head * head_dim;
             float* to = totals + head * head_dim;
             const Weight* weights = reinterpret_cast<const Weight*>(scores + head * PARTITION) + token;
             const auto add = [&](auto lines, int dim) {
@@ -56,8 +56,8 @@ void PagedAttention<T, C>::attend_single_rows(const Tile& tile, Span seen, const
 
 // What is read in the order in which it is: keys, values, and the first keys that this thread is likely to read after them.
 // is_asked: the first keys here were asked for so.
-template <class T, class C>
-void PagedAttention<T, C>::ask_ahead(Upcoming& upcoming, const Tile& tile, Span seen, bool is_asked, Scratch& scratch) const {
+template <class C>
+void PagedAttention<C>::ask_ahead(Upcoming& upcoming, const Tile& tile, Span seen, bool is_asked, Scratch& scratch) const {
     add_tokens(upcoming, tensors_.keys, tile, is_asked ? std::min(seen.begin + AHEAD, seen.end) : seen.begin, seen.end);
     add_tokens(upcoming, tensors_.values, tile, seen.begin, seen.end);
     const int following = seen.begin / PARTITION + 1;
@@ -71,8 +71,8 @@ void PagedAttention<T, C>::ask_ahead(Upcoming& upcoming, const Tile& tile, Span 
 }
 
 // Tokens [begin, end) of a half, as far as the tile reads them.
-template <class T, class C>
-void PagedAttention<T, C>::add_tokens(Upcoming& upcoming, const T* half, const Tile& tile, int begin, int end) const {
+template <class C>
+void PagedAttention<C>::add_tokens(Upcoming& upcoming, const Number* half, const Tile& tile, int begin, int end) const {
     const int64_t size = int64_t(tile.num_kv_heads) * layout_.head_dim;
     for_each_run(tile, begin, {begin, end}, [&](int64_t offset, int64_t, int, int num_tokens) {
         if (size == token_stride_) return upcoming.add(half + offset, num_tokens * size);
@@ -81,11 +81,11 @@ void PagedAttention<T, C>::add_tokens(Upcoming& upcoming, const T* half, const T
 }
 
 // The keys of 16 tokens that lie in more than one block.
-template <class T, class C>
-const T* PagedAttention<T, C>::gather_keys(const int64_t* offsets, int head, Scratch& scratch) const {
+template <class C>
+const Number* PagedAttention<C>::gather_keys(const int64_t* offsets, int head, Scratch& scratch) const {
     const int head_dim = layout_.head_dim;
-    T* const gathered = scratch.packed.room(size_t(TILE) * head_dim);
-    for (int i = 0; i < TILE; i++) std::memcpy(gathered + i * head_dim, tensors_.keys + offsets[i] + head * head_dim, head_dim * sizeof(T));
+    Number* const gathered = scratch.packed.room(size_t(TILE) * head_dim);
+    for (int i = 0; i < TILE; i++) std::memcpy(gathered + i * head_dim, tensors_.keys + offsets[i] + head * head_dim, head_dim * sizeof(Number));
     return gathered;
 }
 

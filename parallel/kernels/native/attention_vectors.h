@@ -157,8 +157,7 @@ inline void cap_and_bias(float* scores, Span seen, float scale, float soft_cap, 
 }
 
 // The softmax of some rows over the tokens of a partition: all rows are searched for their largest score, then weighed. The
-// bits of a row do not depend on those beside it. T: how finely, as in exponential_from.
-template <class T>
+// bits of a row do not depend on those beside it.
 class Softmax {
   public:
     static constexpr int MOST_ROWS = 2 * LANES;
@@ -199,8 +198,8 @@ class Softmax {
         Floats first{}, second{};
         for (int i = tokens.begin; i < runs.begin; i += RUN) store_two(weights + i, Floats{}, Floats{}, false);
         for (int i = runs.begin; i < runs.end; i += RUN) {
-            const Floats x = exponential_from<T>(load(scores + i), scale, most);
-            const Floats y = exponential_from<T>(load(scores + i + LANES), scale, most);
+            const Floats x = exponential_from<Number>(load(scores + i), scale, most);
+            const Floats y = exponential_from<Number>(load(scores + i + LANES), scale, most);
             first += x;
             second += y;
             store_two(weights + i, x, y, false);

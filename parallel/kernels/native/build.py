@@ -40,7 +40,7 @@ _ARM = ("aarch64", "arm64")
 """Machines for which Clang up to 14 does not know `-march=native`."""
 _TIMEOUT_S = 300.0
 _MOST_KEPT = 16
-"""Libraries that stay in a cache: of NUMBERS, of some kinds of CPU, of two versions. The tests make 8 of one."""
+"""Libraries that stay in a cache: of NUMBERS, of some kinds of CPU, of two versions. The tests make 9 of one."""
 _LONGEST_BUILD_S = 3600.0
 _DIGEST = hashlib.sha256
 """Digest of a library, which follows it in its file."""

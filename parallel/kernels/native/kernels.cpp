@@ -18,108 +18,115 @@
 
 using namespace weft;
 
-#define DEFINE(NAME, T)                                                                                                 \
-    EXPORT void weft_multiply_rows_##NAME(float* out, const void* x, int64_t x_row_stride, int num_rows,                 \
-                                          const void* weight, int64_t num_out, int num_in, int num_threads) {           \
-        multiply_rows(Target<float>{out, num_out}, static_cast<const T*>(x), x_row_stride, num_rows,                    \
-                      static_cast<const T*>(weight), num_in, num_threads);                                              \
-    }                                                                                                                   \
-    EXPORT void weft_largest_of_rows_##NAME(float* values, int64_t* indices, const void* x, int64_t x_row_stride,       \
-                                            int num_rows, const void* weight, int64_t num_out, int num_in,              \
-                                            int num_threads) {                                                          \
-        find_largest<float>(values, indices, num_rows, num_out, [=](const auto& searched) {                             \
-            multiply_rows(searched, static_cast<const T*>(x), x_row_stride, num_rows, static_cast<const T*>(weight),    \
-                          num_in, num_threads);                                                                         \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_rms_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,                    \
-                                     int64_t outer_stride, int64_t size, void* residual, const void* weight,            \
-                                     int64_t weight_stride, int is_weight_float32, float eps, int num_threads) {        \
-        const Rows rows{num_outer, num_inner, outer_stride, size};                                                      \
-        const Target<T> to{static_cast<T*>(out), size};                                                                 \
-        T* sum = static_cast<T*>(residual);                                                                             \
-        const T* from = static_cast<const T*>(x);                                                                       \
-        const auto run = [&](const auto* weights) {                                                                     \
-            on_team(threads_for(num_outer * num_inner * size, num_threads), 1, [&](Team& team) {                        \
-                norm<false>(to, from, rows, sum, NormWeights<std::decay_t<decltype(*weights)>>{weights, nullptr, weight_stride}, eps, team); \
-            });                                                                                                         \
-        };                                                                                                              \
-        if (is_weight_float32) return run(static_cast<const float*>(weight));                                           \
-        run(static_cast<const T*>(weight));                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_layer_norm_##NAME(void* out, const void* x, int64_t num_outer, int64_t num_inner,                  \
-                                       int64_t outer_stride, int64_t size, void* residual, const void* weight,          \
-                                       const void* bias, int64_t weight_stride, float eps, int num_threads) {           \
-        const Rows rows{num_outer, num_inner, outer_stride, size};                                                      \
-        const NormWeights<T> weights{static_cast<const T*>(weight), static_cast<const T*>(bias), weight_stride};        \
-        on_team(threads_for(num_outer * num_inner * size, num_threads), 1, [&](Team& team) {                            \
-            norm<true>(Target<T>{static_cast<T*>(out), size}, static_cast<const T*>(x), rows, static_cast<T*>(residual), \
-                       weights, eps, team);                                                                             \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_sum_squares_##NAME(float* out, int64_t out_row_stride, const void* x, int64_t row_stride,          \
-                                        int64_t num_rows, int64_t size, int num_threads) {                              \
-        on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {                                         \
-            sum_squares(out, out_row_stride, static_cast<const T*>(x), row_stride, num_rows, size, team);               \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_norm_part_##NAME(void* x, int64_t row_stride, const float* squares, int64_t squares_row_stride,    \
-                                      const void* weight, int64_t num_rows, int64_t size, float num_summed, float eps,  \
-                                      int num_threads) {                                                                \
-        on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {                                         \
-            norm_part(static_cast<T*>(x), row_stride, squares, squares_row_stride, static_cast<const T*>(weight),       \
-                      num_rows, size, num_summed, eps, team);                                                           \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_gate_##NAME(void* out, const void* gate_up, int64_t num_rows, int64_t size, int activation,        \
-                                 int num_threads) {                                                                     \
-        with_activation(Activation(activation), [=](auto known) {                                                       \
-            on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {                                 \
-                gate<decltype(known)::value>(static_cast<T*>(out), static_cast<const T*>(gate_up), num_rows, size, team);          \
-            });                                                                                                         \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_activate_##NAME(void* x, int64_t row_stride, int64_t num_rows, int64_t size, int activation,       \
-                                     int num_threads) {                                                                 \
-        with_activation(Activation(activation), [=](auto known) {                                                       \
-            on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {                                     \
-                activate<decltype(known)::value>(static_cast<T*>(x), row_stride, num_rows, size, team);                            \
-            });                                                                                                         \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_gate_rows_##NAME(void* y, int64_t y_row_stride, const void* x, int64_t x_row_stride,               \
-                                      const void* weight, int64_t num_rows, int64_t size, int num_threads) {            \
-        on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {                                     \
-            gate_rows(static_cast<T*>(y), y_row_stride, static_cast<const T*>(x), x_row_stride,                         \
-                      static_cast<const T*>(weight), num_rows, size, team);                                             \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_rotary_##NAME(void* heads, int64_t token_stride, int64_t head_stride, int64_t num_tokens,          \
-                                   int64_t num_heads, int64_t head_dim, const float* cos, const float* sin,             \
-                                   int64_t half, int is_interleaved, int num_threads) {                                 \
-        on_team(threads_for(num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {                       \
-            rotary(Heads<T>{static_cast<T*>(heads), token_stride, head_stride}, num_tokens, num_heads, head_dim, cos,   \
-                   sin, half, nullptr, is_interleaved, team);                                                           \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_write_cache_##NAME(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride, \
-                                        int64_t v_token_stride, const int64_t* slots, int64_t num_tokens, int64_t size, \
-                                        int num_threads) {                                                              \
-        on_team(threads_for(2 * num_tokens * size, num_threads), 1, [=](Team& team) {                                   \
-            write_cache(static_cast<T*>(keys), static_cast<T*>(values), static_cast<const T*>(k),                       \
-                        static_cast<const T*>(v), k_token_stride, v_token_stride, slots, num_tokens, size, team);       \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_write_cache_int8_##NAME(void* keys, void* values, const void* k, const void* v,                    \
-                                             int64_t k_token_stride, int64_t v_token_stride, const int64_t* slots,      \
-                                             int64_t num_tokens, int64_t block_size, int64_t num_heads,                 \
-                                             int64_t head_dim, int num_threads) {                                       \
-        on_team(threads_for(2 * num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {                   \
-            write_cache_int8(static_cast<int8_t*>(keys), static_cast<int8_t*>(values), static_cast<const T*>(k),        \
-                             static_cast<const T*>(v), k_token_stride, v_token_stride, slots, num_tokens,               \
-                             {block_size, num_heads, head_dim}, team);                                                  \
-        });                                                                                                             \
-    }                                                                                                                   \
+EXPORT void weft_multiply_rows(float* out, const void* x, int64_t x_row_stride, int num_rows, const void* weight,
+                               int64_t num_out, int num_in, int num_threads) {
+    multiply_rows(Target<float>{out, num_out}, static_cast<const Number*>(x), x_row_stride, num_rows,
+                  static_cast<const Number*>(weight), num_in, num_threads);
+}
+
+EXPORT void weft_largest_of_rows(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
+                                 const void* weight, int64_t num_out, int num_in, int num_threads) {
+    find_largest<float>(values, indices, num_rows, num_out, [=](const auto& searched) {
+        multiply_rows(searched, static_cast<const Number*>(x), x_row_stride, num_rows, static_cast<const Number*>(weight),
+                      num_in, num_threads);
+    });
+}
+
+EXPORT void weft_rms_norm(void* out, const void* x, int64_t num_outer, int64_t num_inner, int64_t outer_stride, int64_t size,
+                          void* residual, const void* weight, int64_t weight_stride, int is_weight_float32, float eps,
+                          int num_threads) {
+    const Rows rows{num_outer, num_inner, outer_stride, size};
+    const Target<Number> to{static_cast<Number*>(out), size};
+    Number* sum = static_cast<Number*>(residual);
+    const Number* from = static_cast<const Number*>(x);
+    const auto run = [&](const auto* weights) {
+        on_team(threads_for(num_outer * num_inner * size, num_threads), 1, [&](Team& team) {
+            norm<false>(to, from, rows, sum, NormWeights<std::decay_t<decltype(*weights)>>{weights, nullptr, weight_stride}, eps, team);
+        });
+    };
+    if (is_weight_float32) return run(static_cast<const float*>(weight));
+    run(static_cast<const Number*>(weight));
+}
+
+EXPORT void weft_layer_norm(void* out, const void* x, int64_t num_outer, int64_t num_inner, int64_t outer_stride,
+                            int64_t size, void* residual, const void* weight, const void* bias, int64_t weight_stride,
+                            float eps, int num_threads) {
+    const Rows rows{num_outer, num_inner, outer_stride, size};
+    const NormWeights<Number> weights{static_cast<const Number*>(weight), static_cast<const Number*>(bias), weight_stride};
+    on_team(threads_for(num_outer * num_inner * size, num_threads), 1, [&](Team& team) {
+        norm<true>(Target<Number>{static_cast<Number*>(out), size}, static_cast<const Number*>(x), rows, static_cast<Number*>(residual),
+                   weights, eps, team);
+    });
+}
+
+EXPORT void weft_sum_squares(float* out, int64_t out_row_stride, const void* x, int64_t row_stride, int64_t num_rows,
+                             int64_t size, int num_threads) {
+    on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {
+        sum_squares(out, out_row_stride, static_cast<const Number*>(x), row_stride, num_rows, size, team);
+    });
+}
+
+EXPORT void weft_norm_part(void* x, int64_t row_stride, const float* squares, int64_t squares_row_stride, const void* weight,
+                           int64_t num_rows, int64_t size, float num_summed, float eps, int num_threads) {
+    on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {
+        norm_part(static_cast<Number*>(x), row_stride, squares, squares_row_stride, static_cast<const Number*>(weight),
+                  num_rows, size, num_summed, eps, team);
+    });
+}
+
+EXPORT void weft_gate(void* out, const void* gate_up, int64_t num_rows, int64_t size, int activation, int num_threads) {
+    with_activation(Activation(activation), [=](auto known) {
+        on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {
+            gate<decltype(known)::value>(static_cast<Number*>(out), static_cast<const Number*>(gate_up), num_rows, size, team);
+        });
+    });
+}
+
+EXPORT void weft_activate(void* x, int64_t row_stride, int64_t num_rows, int64_t size, int activation, int num_threads) {
+    with_activation(Activation(activation), [=](auto known) {
+        on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {
+            activate<decltype(known)::value>(static_cast<Number*>(x), row_stride, num_rows, size, team);
+        });
+    });
+}
+
+EXPORT void weft_gate_rows(void* y, int64_t y_row_stride, const void* x, int64_t x_row_stride, const void* weight,
+                           int64_t num_rows, int64_t size, int num_threads) {
+    on_team(threads_for(2 * num_rows * size, num_threads), 1, [=](Team& team) {
+        gate_rows(static_cast<Number*>(y), y_row_stride, static_cast<const Number*>(x), x_row_stride,
+                  static_cast<const Number*>(weight), num_rows, size, team);
+    });
+}
+
+EXPORT void weft_rotary(void* heads, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,
+                        int64_t head_dim, const float* cos, const float* sin, int64_t half, int is_interleaved,
+                        int num_threads) {
+    on_team(threads_for(num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {
+        rotary(Heads<Number>{static_cast<Number*>(heads), token_stride, head_stride}, num_tokens, num_heads, head_dim, cos,
+               sin, half, nullptr, is_interleaved, team);
+    });
+}
+
+EXPORT void weft_write_cache(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride,
+                             int64_t v_token_stride, const int64_t* slots, int64_t num_tokens, int64_t size,
+                             int num_threads) {
+    on_team(threads_for(2 * num_tokens * size, num_threads), 1, [=](Team& team) {
+        write_cache(static_cast<Number*>(keys), static_cast<Number*>(values), static_cast<const Number*>(k),
+                    static_cast<const Number*>(v), k_token_stride, v_token_stride, slots, num_tokens, size, team);
+    });
+}
+
+EXPORT void weft_write_cache_int8(void* keys, void* values, const void* k, const void* v, int64_t k_token_stride,
+                                  int64_t v_token_stride, const int64_t* slots, int64_t num_tokens, int64_t block_size,
+                                  int64_t num_heads, int64_t head_dim, int num_threads) {
+    on_team(threads_for(2 * num_tokens * num_heads * head_dim, num_threads), 1, [=](Team& team) {
+        write_cache_int8(static_cast<int8_t*>(keys), static_cast<int8_t*>(values), static_cast<const Number*>(k),
+                         static_cast<const Number*>(v), k_token_stride, v_token_stride, slots, num_tokens,
+                         {block_size, num_heads, head_dim}, team);
+    });
+}
+
+#define DEFINE_CHOOSE_LARGEST(NAME, T)                                                                                  \
     EXPORT void weft_choose_largest_##NAME(int64_t* token_ids, const void* logits, int64_t row_stride, int64_t num_rows, \
                                            int64_t size, int num_threads) {                                             \
         on_team(threads_for(num_rows * size, num_threads), 1, [=](Team& team) {                                         \
@@ -127,7 +134,7 @@ using namespace weft;
         });                                                                                                             \
     }
 
-FOR_EACH_TYPE(DEFINE)
+FOR_EACH_TYPE(DEFINE_CHOOSE_LARGEST)
 
 EXPORT void weft_choose_tokens(int64_t* token_ids, float* scores, const float* logits, int64_t row_stride, int64_t num_rows,
                                int64_t size, const Draw* draws, int64_t first_token, int num_threads) {
@@ -341,32 +348,30 @@ void multiply_int8(const Result& result, const T* x, int64_t x_row_stride, int n
     });
 }
 
-#define DEFINE_INT8(NAME, T)                                                                                            \
-    EXPORT void weft_pack_int8_##NAME(void* packed, int64_t num_out, int num_in, const void* weight, int64_t first,     \
-                                      int64_t count, int num_threads) {                                                 \
-        const int8::Matrix<T> matrix(packed, nullptr, num_out, num_in);                                                 \
-        on_team(num_threads, 1, [=](Team& team) {                                                                       \
-            int8::pack_matrix(matrix, static_cast<const T*>(weight), first, count, team);                               \
-        });                                                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_multiply_int8_##NAME(void* out, const void* x, int64_t x_row_stride, int num_rows,                 \
-                                          const void* packed, const void* bias, int64_t num_out, int num_in,            \
-                                          int num_threads) {                                                            \
-        const int8::Matrix<T> matrix(packed, bias, num_out, num_in);                                                    \
-        multiply_int8(Target<T>{static_cast<T*>(out), num_out}, static_cast<const T*>(x), x_row_stride, num_rows,       \
-                      matrix, num_threads);                                                                             \
-    }                                                                                                                   \
-    EXPORT void weft_largest_int8_##NAME(float* values, int64_t* indices, const void* x, int64_t x_row_stride,          \
-                                         int num_rows, const void* packed, const void* bias, int64_t num_out,           \
-                                         int num_in, const Noise* noise, int64_t first_token, int num_threads) {        \
-        const int8::Matrix<T> matrix(packed, bias, num_out, num_in);                                                    \
-        const auto multiply = [&](const auto& searched) {                                                               \
-            multiply_int8(searched, static_cast<const T*>(x), x_row_stride, num_rows, matrix, num_threads);             \
-        };                                                                                                              \
-        find_largest<T>(values, indices, num_rows, num_out, multiply, RowNoise{noise, first_token});                    \
-    }
+EXPORT void weft_pack_int8(void* packed, int64_t num_out, int num_in, const void* weight, int64_t first, int64_t count,
+                           int num_threads) {
+    const int8::Matrix<Number> matrix(packed, nullptr, num_out, num_in);
+    on_team(num_threads, 1, [=](Team& team) {
+        int8::pack_matrix(matrix, static_cast<const Number*>(weight), first, count, team);
+    });
+}
 
-FOR_EACH_TYPE(DEFINE_INT8)
+EXPORT void weft_multiply_int8(void* out, const void* x, int64_t x_row_stride, int num_rows, const void* packed,
+                               const void* bias, int64_t num_out, int num_in, int num_threads) {
+    const int8::Matrix<Number> matrix(packed, bias, num_out, num_in);
+    multiply_int8(Target<Number>{static_cast<Number*>(out), num_out}, static_cast<const Number*>(x), x_row_stride, num_rows,
+                  matrix, num_threads);
+}
+
+EXPORT void weft_largest_int8(float* values, int64_t* indices, const void* x, int64_t x_row_stride, int num_rows,
+                              const void* packed, const void* bias, int64_t num_out, int num_in, const Noise* noise,
+                              int64_t first_token, int num_threads) {
+    const int8::Matrix<Number> matrix(packed, bias, num_out, num_in);
+    const auto multiply = [&](const auto& searched) {
+        multiply_int8(searched, static_cast<const Number*>(x), x_row_stride, num_rows, matrix, num_threads);
+    };
+    find_largest<Number>(values, indices, num_rows, num_out, multiply, RowNoise{noise, first_token});
+}
 
 #else
 

@@ -52,8 +52,10 @@ class AllReduces:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The kernels of one dtype. Arguments as in kernels.cpp: addresses, strides in elements, and the threads last."""
+    """The kernels of a model. Arguments as in kernels.cpp: addresses, strides in elements, and the threads last."""
 
+    dtype: torch.dtype
+    """Of all numbers: bfloat16, float16 or float32, as the library was compiled."""
     attention: Callable[..., None]
     multiply_rows: Callable[..., None]
     largest_of_rows: Callable[..., None]
@@ -83,7 +85,7 @@ class Programs:
     """Products with packed matrices, and whole programs; where the CPU has vectors for them."""
 
     dtype: torch.dtype
-    """Of all numbers: bfloat16, float16 or float32, as the library was compiled."""
+    """As `Operations` has it."""
     pack_matrix: Callable[..., None]
     unpack_rows: Callable[..., None]
     multiply: Callable[..., None]
@@ -121,7 +123,7 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Int8Operations:
-    """Products in 8 bits with matrices of one dtype; see matrix_int8.h."""
+    """Products in 8 bits, of and to numbers of `Operations.dtype`; see matrix_int8.h."""
 
     pack: Callable[..., None]
     multiply: Callable[..., None]
@@ -129,10 +131,18 @@ class Int8Operations:
     """The largest outputs of the same product, with noise or not; see targets.h."""
 
 
-def load_operations(library: Path) -> dict[torch.dtype, Operations]:
-    """The kernels of every dtype that has them. Raises DeviceError when the file cannot be loaded."""
+def load_operations(library: Path) -> Operations:
+    """The kernels of a model. Raises DeviceError when the file cannot be loaded."""
     loaded = _load(library)
-    return {dtype: _operations(loaded, name) for dtype, name in _names(loaded).items()}
+    functions: dict[str, Any] = {
+        name: _function(loaded, f"weft_{name}", arguments) for name, arguments in _SIGNATURES.items()
+    }
+    return Operations(
+        **functions,
+        dtype=_number(loaded),
+        has_dot_products=_has_dot_products(loaded),
+        most_rows=loaded.weft_most_rows(),
+    )
 
 
 def load_programs(library: Path) -> Programs | None:
@@ -182,16 +192,20 @@ def load_programs(library: Path) -> Programs | None:
         can_start=_function(loaded, "weft_can_start", (c_int,), c_bool),
         start=_function(loaded, "weft_start", (c_void_p, c_int, c_void_p), c_void_p),
         finish=_function(loaded, "weft_finish", (c_void_p,), c_int),
-        has_dot_products=_has_dot_products(loaded, "number"),
+        has_dot_products=_has_dot_products(loaded),
     )
 
 
-def load_int8(library: Path) -> dict[torch.dtype, Int8Operations]:
-    """Empty where the CPU has not the instructions. Raises DeviceError when the file cannot be loaded."""
+def load_int8(library: Path) -> Int8Operations | None:
+    """None where the CPU has not the instructions. Raises DeviceError when the file cannot be loaded."""
     loaded = _load(library)
     if not loaded.weft_has_int8():
-        return {}
-    return {dtype: _int8_operations(loaded, name) for dtype, name in _names(loaded).items()}
+        return None
+    return Int8Operations(
+        pack=_function(loaded, "weft_pack_int8", (c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int)),
+        multiply=_function(loaded, "weft_multiply_int8", _PRODUCT),
+        largest=_function(loaded, "weft_largest_int8", (c_void_p, *_PRODUCT[:-1], c_void_p, c_int64, c_int)),
+    )
 
 
 def load_all_reduces(library: Path) -> AllReduces | None:
@@ -262,23 +276,5 @@ def _function(
     return function
 
 
-def _operations(library: ctypes.CDLL, dtype: str) -> Operations:
-    functions: dict[str, Any] = {
-        name: _function(library, f"weft_{name}_{dtype}", arguments) for name, arguments in _SIGNATURES.items()
-    }
-    functions["has_dot_products"] = _has_dot_products(library, dtype)
-    return Operations(**functions, most_rows=library.weft_most_rows())
-
-
-def _has_dot_products(library: ctypes.CDLL, dtype: str) -> Callable[[int, bool], bool]:
-    return _function(library, f"weft_has_dot_products_{dtype}", (c_int, c_int), c_bool)
-
-
-def _int8_operations(library: ctypes.CDLL, dtype: str) -> Int8Operations:
-    return Int8Operations(
-        pack=_function(
-            library, f"weft_pack_int8_{dtype}", (c_void_p, c_int64, c_int, c_void_p, c_int64, c_int64, c_int)
-        ),
-        multiply=_function(library, f"weft_multiply_int8_{dtype}", _PRODUCT),
-        largest=_function(library, f"weft_largest_int8_{dtype}", (c_void_p, *_PRODUCT[:-1], c_void_p, c_int64, c_int)),
-    )
+def _has_dot_products(library: ctypes.CDLL) -> Callable[[int, bool], bool]:
+    return _function(library, "weft_has_dot_products", (c_int, c_int), c_bool)

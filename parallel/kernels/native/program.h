@@ -108,7 +108,7 @@ class Program {
                 const StepLayout* layout = &step.layers[operations[i].index].group->layout;
                 const std::pair<const StepLayout*, int> key(layout, operations[i].params->window);
                 auto [entry, is_new] = plan_of_.try_emplace(key, nullptr);
-                if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, packs_chunks<T>(*layout));
+                if (is_new) entry->second = &plans_.emplace_back(*layout, operations[i].params->window, packs_chunks(*layout));
                 plans_in_order_.push_back(entry->second);
             }
         if (step.num_kept >= 0) find_kept();

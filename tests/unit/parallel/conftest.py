@@ -32,39 +32,32 @@ _LESSER_CPUS = {
     "avx2": "-mno-amx-tile -mno-avx512f -mno-avx2",
 }
 """How to compile for a CPU that has not this feature, nor those before it."""
+_LIBRARIES = [*((numbers, "") for numbers in build.NUMBERS), *(("bfloat16", feature) for feature in _LESSER_CPUS)]
+_LIBRARIES.append(("float32", "avx2"))  # what such a CPU computes in by default
 
 
-@pytest.fixture(scope="module", params=[*build.NUMBERS, *_LESSER_CPUS])
+@pytest.fixture(scope="module", params=_LIBRARIES, ids=lambda numbers_feature: "-".join(filter(None, numbers_feature)))
 def library(request: pytest.FixtureRequest) -> Path:
     """The compiled ones for each type of numbers, and for CPUs that have ever less; they stay in the user's cache."""
     _require_compiler()
-    if request.param in build.NUMBERS:
-        return build.build_library(numbers=request.param)
-    if request.param not in build.cpu_features().split():
-        pytest.skip(f"as without {request.param}: this CPU has none")
+    numbers, feature = request.param
+    if feature and feature not in build.cpu_features().split():
+        pytest.skip(f"as without {feature}: this CPU has none")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, *_LESSER_CPUS[request.param].split()))
-        return build.build_library()
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, *_LESSER_CPUS.get(feature, "").split()))
+        return build.build_library(numbers=numbers)
 
 
 @pytest.fixture(scope="module")
-def operations(library: Path) -> dict[torch.dtype, Operations]:
-    """The kernels of each dtype that the library has."""
+def operations(library: Path) -> Operations:
+    """The kernels that the library has."""
     return load_operations(library)
 
 
 @pytest.fixture(scope="module")
-def number(operations: dict[torch.dtype, Operations]) -> torch.dtype:
+def dtype(operations: Operations) -> torch.dtype:
     """What it is compiled for."""
-    return next(iter(operations.keys() - {torch.float32}), torch.float32)
-
-
-@pytest.fixture(params=["number", "float32"])
-def dtype(request: pytest.FixtureRequest, number: torch.dtype) -> torch.dtype:
-    """Each dtype that the library has."""
-    if request.param == "number":
-        return number
-    return torch.float32 if number is not torch.float32 else pytest.skip("what it is compiled for")
+    return operations.dtype
 
 
 def _require_compiler() -> None:

@@ -5,7 +5,6 @@ of the largest value; bfloat16 is rounded once more, and plain torch rounds the 
 """
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from parallel.kernels.base import AttentionMeta, AttentionParams, CacheEntry, Kernels, LayerCache
 from parallel.kernels.cpu_native import NativeCpuKernels
-from parallel.kernels.native.library import load_operations
+from parallel.kernels.native.library import Operations
 from parallel.kernels.reference import ReferenceKernels
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -110,11 +109,11 @@ def test_a_head_that_has_a_nan_spoils_its_own_result_only(kernels: Kernels) -> N
 
 @pytest.mark.parametrize(("block_size", "window", "context"), [(24, None, 40), (16, 27, 261)])
 def test_a_sequence_of_nan_spoils_no_other_one_after_it(
-    library: Path, block_size: int, window: int | None, context: int
+    operations: Operations, block_size: int, window: int | None, context: int
 ) -> None:
     """Runs of tokens that end within a vector: what the thread has behind them is from the sequence before."""
-    kernels = NativeCpuKernels(load_operations(library), None, 1)
-    step = Step([(1, 200), (1, context)], num_kv_heads=2, head_dim=64, block_size=block_size, dtype=torch.float32)
+    kernels = NativeCpuKernels(operations, None, 1)
+    step = Step([(1, 200), (1, context)], num_kv_heads=2, head_dim=64, block_size=block_size, dtype=operations.dtype)
     step.values[:200] = torch.nan
     _, cache = step.write(kernels)
     out = kernels.attention(step.queries(2), cache, step.meta, AttentionParams(scale=0.125, sliding_window=window))
@@ -203,9 +202,9 @@ def test_a_result_does_not_depend_on_the_rest_of_the_step(
     """A chunk by chunks or token by token, and a prefix read for several sequences at once: the same bits."""
     if not isinstance(kernels, NativeCpuKernels):
         pytest.skip("torch groups decodes by their lengths")
-    if dtype not in kernels._operations:
+    if dtype is not kernels._operations.dtype:
         pytest.skip("these are compiled for other numbers")
-    if not kernels._operations[dtype].has_dot_products(64, True):
+    if not kernels._operations.has_dot_products(64, True):
         pytest.skip("this CPU has no dot products of 8 bits; chunks are torch's")
     for num_heads, num_kv_heads in HEADS:
         step = Step([(1, 600)], num_kv_heads=num_kv_heads, head_dim=64, block_size=16, dtype=dtype)

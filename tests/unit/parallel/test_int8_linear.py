@@ -1,6 +1,5 @@
 """Linear layers in 8 bits: what they mean, that the compiled ones have the same bits, and which layers they are."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.int8_linear import Int8Linear, quantize_rows
 from parallel.kernels.linears import Search
 from parallel.kernels.native.int8_linear import NativeInt8Linear
-from parallel.kernels.native.library import Int8Operations, load_int8
+from parallel.kernels.native.library import Int8Operations, Operations, load_int8
 from parallel.kernels.native.tape import Recorder
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Mesh
 from parallel.random_model import write_random_model
-
-Natives = Mapping[torch.dtype, Int8Operations]
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -113,21 +110,19 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others() -> None:
 
 
 @pytest.fixture(scope="module")
-def natives(library: Path) -> Natives:
+def native(library: Path) -> Int8Operations:
     return load_int8(library) or pytest.skip("this CPU multiplies no vectors of 8 bits")
 
 
 @pytest.mark.parametrize(("num_out", "num_in", "has_bias"), SHAPES)
 def test_compiled_products_have_the_same_bits(
-    natives: Natives, library: Path, dtype: torch.dtype, num_out: int, num_in: int, has_bias: bool
+    native: Int8Operations, library: Path, dtype: torch.dtype, num_out: int, num_in: int, has_bias: bool
 ) -> None:
     choice = make_native_choice(library)
     weight, bias = make_case(num_out, num_in, has_bias, dtype)
     meaning = Int8Linear(weight, bias)
     compiled = [
-        NativeInt8Linear(
-            weight.clone(), bias, natives[dtype], Recorder(), num_threads, memory=HugePages(), keeps_weight=False
-        )
+        NativeInt8Linear(weight.clone(), bias, native, Recorder(), num_threads, memory=HugePages(), keeps_weight=False)
         for num_threads in (1, 2)
     ]
     for num_rows in (1, 3, 5, 16, 17, 32, 33, 64, 65, 100, 700):
@@ -145,10 +140,10 @@ def test_compiled_products_have_the_same_bits(
     ids=["past-the-caches", "rows-not-on-cache-lines", "sums-in-parts"],
 )
 def test_a_large_product_has_the_bits_of_its_rows(
-    natives: Natives, dtype: torch.dtype, num_out: int, num_in: int
+    native: Int8Operations, dtype: torch.dtype, num_out: int, num_in: int
 ) -> None:
     weight, _ = make_case(num_out, num_in, False, dtype)
-    linear = NativeInt8Linear(weight, None, natives[dtype], Recorder(), 2, memory=HugePages(), keeps_weight=True)
+    linear = NativeInt8Linear(weight, None, native, Recorder(), 2, memory=HugePages(), keeps_weight=True)
     x = make_rows(900, num_in, dtype)
     assert torch.equal(linear(x), torch.cat([linear(rows) for rows in x.split(17)]))
     check_largest(linear, x)
@@ -156,44 +151,42 @@ def test_a_large_product_has_the_bits_of_its_rows(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(
-    natives: Natives, number: torch.dtype, bad: float
+    native: Int8Operations, dtype: torch.dtype, bad: float
 ) -> None:
-    weight, bias = make_case(96, 128, True, number)
-    x = random(20, 128, dtype=number)
+    weight, bias = make_case(96, 128, True, dtype)
+    x = random(20, 128, dtype=dtype)
     expected = Int8Linear(weight, bias)(x)
     x[7, 100] = bad
-    native = NativeInt8Linear(
-        weight.clone(), bias, natives[number], Recorder(), 2, memory=HugePages(), keeps_weight=False
-    )
-    for linear in (Int8Linear(weight, bias), native):
+    compiled = NativeInt8Linear(weight.clone(), bias, native, Recorder(), 2, memory=HugePages(), keeps_weight=False)
+    for linear in (Int8Linear(weight, bias), compiled):
         y = linear(x)
         assert not y[7].isfinite().any()
         assert torch.equal(y[:7], expected[:7])
         assert torch.equal(y[8:], expected[8:])
 
 
-def test_a_weight_is_given_up_unless_it_is_kept(natives: Natives) -> None:
-    weight, _ = make_case(2048, 512, False, torch.float32)  # several pages, packed in several parts
+def test_a_weight_is_given_up_unless_it_is_kept(native: Int8Operations, dtype: torch.dtype) -> None:
+    weight, _ = make_case(2048, 512, False, dtype)  # several pages, packed in several parts
     kept = weight.clone()
-    NativeInt8Linear(kept, None, natives[torch.float32], Recorder(), 2, memory=HugePages(), keeps_weight=True)
+    NativeInt8Linear(kept, None, native, Recorder(), 2, memory=HugePages(), keeps_weight=True)
     assert torch.equal(kept, weight)
     given_up = weight.clone()
-    NativeInt8Linear(given_up, None, natives[torch.float32], Recorder(), 2, memory=HugePages(), keeps_weight=False)
+    NativeInt8Linear(given_up, None, native, Recorder(), 2, memory=HugePages(), keeps_weight=False)
     assert not torch.equal(given_up, weight)
 
 
-def test_a_weight_that_is_given_up_in_pieces_is_packed_whole(natives: Natives, dtype: torch.dtype) -> None:
+def test_a_weight_that_is_given_up_in_pieces_is_packed_whole(native: Int8Operations, dtype: torch.dtype) -> None:
     weight, x = random(2080, 1024, dtype=dtype, seed=1), random(3, 1024, dtype=dtype)  # 4 pieces and a rest
     kept, given_up = (
-        NativeInt8Linear(weight.clone(), None, natives[dtype], Recorder(), 2, memory=HugePages(), keeps_weight=keeps)
+        NativeInt8Linear(weight.clone(), None, native, Recorder(), 2, memory=HugePages(), keeps_weight=keeps)
         for keeps in (True, False)
     )
     assert torch.equal(kept(x), given_up(x))
 
 
-def test_without_the_instructions_torch_does_it() -> None:
-    weight, bias = make_case(48, 96, True, torch.bfloat16)
-    assert isinstance(NativeCpuKernels({}, None, 2).quantize_linear(weight, bias), Int8Linear)
+def test_without_the_instructions_torch_does_it(operations: Operations, dtype: torch.dtype) -> None:
+    weight, bias = make_case(48, 96, True, dtype)
+    assert isinstance(NativeCpuKernels(operations, None, 2).quantize_linear(weight, bias), Int8Linear)
     assert isinstance(CpuKernels().quantize_linear(weight, bias), Int8Linear)
 
 

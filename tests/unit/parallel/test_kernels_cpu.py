@@ -91,9 +91,11 @@ def test_long_chunk_after_a_cached_prefix_equals_reference(kernels: Kernels, dty
         assert_close(kernels.attention(q, cache, meta, params), expected)
 
 
-def test_soft_cap_equals_reference(kernels: Kernels) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 32])
+def test_soft_cap_equals_reference(kernels: Kernels, dtype: torch.dtype, head_dim: int) -> None:
     spans = [(1, 20), (8, 20)]
-    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=head_dim, block_size=4, dtype=dtype)
     params = AttentionParams(scale=1.0, soft_cap=3.0)
     expected = ReferenceKernels().attention(q, cache, meta, params)
     uncapped = ReferenceKernels().attention(q, cache, meta, AttentionParams(scale=1.0))
@@ -101,11 +103,12 @@ def test_soft_cap_equals_reference(kernels: Kernels) -> None:
     assert not torch.allclose(expected, uncapped, atol=1e-2)
 
 
-def test_one_kernels_object_serves_layers_with_different_windows_and_steps(kernels: Kernels) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_kernels_object_serves_layers_with_different_windows_and_steps(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
     for spans in ([(1, 40), (1, 8), (5, 5)], [(1, 41), (1, 9), (1, 6)]):
-        q, cache, meta = paged_layout(
-            spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32
-        )
+        q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
         for window in (None, 6, None):
             params = AttentionParams(scale=0.25, sliding_window=window)
             assert_close(
@@ -114,9 +117,12 @@ def test_one_kernels_object_serves_layers_with_different_windows_and_steps(kerne
 
 
 @pytest.mark.parametrize("window", [1, 6, 30])
-def test_layers_of_alternating_groups_read_their_own_blocks_within_the_window(kernels: Kernels, window: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_alternating_groups_read_their_own_blocks_within_the_window(
+    kernels: Kernels, dtype: torch.dtype, window: int
+) -> None:
     spans = [(1, 40), (1, 8), (1, 33), (5, 5), (7, 50)]
-    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
     sliding = without_unseen_blocks(meta, window, block_size=4)  # block 0 holds NaN
     for _ in range(2):
         for own, size in ((meta, None), (sliding, window)):
@@ -136,9 +142,10 @@ def test_nothing_of_a_step_is_kept_when_the_next_one_has_come(kernels: Kernels) 
     assert [ref() is not None for ref in kept[:-1]] == [False] * 4
 
 
-def test_result_does_not_depend_on_the_other_sequences(kernels: Kernels) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_result_does_not_depend_on_the_other_sequences(kernels: Kernels, dtype: torch.dtype) -> None:
     spans = [(1, 33), (1, 33), (1, 35), (1, 20)]
-    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=torch.float32)
+    q, cache, meta = paged_layout(spans, num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, dtype=dtype)
     params = AttentionParams(scale=0.25)
     together = kernels.attention(q, cache, meta, params)
     for row in range(len(spans)):

@@ -10,7 +10,6 @@ from threading import Event, Semaphore
 from typing import TextIO
 
 import pytest
-import torch
 
 from parallel.errors import DeviceError
 from parallel.kernels.native import build
@@ -18,7 +17,7 @@ from parallel.kernels.native.library import Operations
 
 
 def test_library_is_compiled_once_and_again_when_the_compiler_changes(
-    tmp_path: Path, operations: dict[torch.dtype, Operations], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, operations: Operations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = Path(shutil.copy2(build.build_library(), tmp_path))  # the name is the key
     written_ns = built.stat().st_mtime_ns

@@ -33,8 +33,8 @@ def programs(library: Path) -> Programs:
 
 
 @pytest.fixture(scope="module")
-def int8(library: Path, number: torch.dtype) -> Int8Operations | None:
-    return load_int8(library).get(number)
+def int8(library: Path) -> Int8Operations | None:
+    return load_int8(library)
 
 
 def _weights(

@@ -40,15 +40,15 @@ def programs(library: Path) -> Programs:
 
 
 @pytest.fixture
-def dot_products(operations: dict[torch.dtype, Operations], number: torch.dtype) -> None:
+def dot_products(operations: Operations) -> None:
     """Only with them do chunks and single tokens take the same way."""
-    if not operations[number].has_dot_products(32, False):
+    if not operations.has_dot_products(32, False):
         pytest.skip("this CPU has no dot products of such numbers")
 
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_is_the_same_bit_for_bit_alone_together_and_on_more_threads(
-    operations: dict[torch.dtype, Operations], dtype: torch.dtype, window: int | None
+    operations: Operations, dtype: torch.dtype, window: int | None
 ) -> None:
     spans = [(1, 1500), (1, 33), (1, 256), (1, 257), *[(1, 40 + row) for row in range(20)], (9, 600)]
     layout = make_layout(spans, num_kv_heads=4, head_dim=32, block_size=16, dtype=dtype)
@@ -67,7 +67,7 @@ def test_attention_is_the_same_bit_for_bit_alone_together_and_on_more_threads(
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_what_sequences_have_in_common_is_read_once_and_changes_no_bit(
-    operations: dict[torch.dtype, Operations], dtype: torch.dtype, has_bias: bool
+    operations: Operations, dtype: torch.dtype, has_bias: bool
 ) -> None:
     """40 sequences over two prefixes of 700 tokens, of which some have all and some a part."""
     layout = make_layout(
@@ -95,15 +95,15 @@ def test_what_sequences_have_in_common_is_read_once_and_changes_no_bit(
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("num_heads", [2, 14])
 def test_chunks_together_have_the_bits_they_have_alone(
-    operations: dict[torch.dtype, Operations], number: torch.dtype, num_heads: int, window: int | None
+    operations: Operations, dtype: torch.dtype, num_heads: int, window: int | None
 ) -> None:
     """Chunks over a prefix of 592 tokens, of which some have all and one a part, and a long one that is cut."""
     spans = [(20, 620), (33, 630), (5, 600), (7, 607), (700, 700)]
-    layout = make_layout(spans, num_kv_heads=2, head_dim=64, block_size=16, dtype=number)
+    layout = make_layout(spans, num_kv_heads=2, head_dim=64, block_size=16, dtype=dtype)
     meta, tables = layout.meta, layout.meta.block_tables
     for row, shared in enumerate((37, 37, 20)):
         tables[row, :shared] = tables[0, :shared]
-    q = torch.randn(meta.query_starts_host[-1], num_heads, 64, generator=torch.Generator().manual_seed(0)).to(number)
+    q = torch.randn(meta.query_starts_host[-1], num_heads, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     params = AttentionParams(scale=0.125, sliding_window=window)
     together = NativeCpuKernels(operations, None, 1).attention(q, layout.cache, meta, params)
     assert torch.equal(NativeCpuKernels(operations, None, 5).attention(q, layout.cache, meta, params), together)
@@ -120,15 +120,15 @@ def test_chunks_together_have_the_bits_they_have_alone(
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160])
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (12, None), (16, 70)])
 def test_a_row_has_the_bits_it_has_among_others(
-    operations: dict[torch.dtype, Operations], number: torch.dtype, head_dim: int, block_size: int, window: int | None
+    operations: Operations, dtype: torch.dtype, head_dim: int, block_size: int, window: int | None
 ) -> None:
     """A single row goes other ways than many: the last tokens of a sequence as one chunk, and one by one."""
     num_tokens, num_heads = 5, 3
     spans = [*[(1, 296 + token) for token in range(num_tokens)], (num_tokens, 300)]
-    layout = make_layout(spans, num_kv_heads=num_heads, head_dim=head_dim, block_size=block_size, dtype=number)
+    layout = make_layout(spans, num_kv_heads=num_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
     meta, tables = layout.meta, layout.meta.block_tables
     tables[:num_tokens] = tables[num_tokens]
-    q = torch.randn(2 * num_tokens, num_heads, head_dim, generator=torch.Generator().manual_seed(0)).to(number)
+    q = torch.randn(2 * num_tokens, num_heads, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     q[num_tokens:] = q[:num_tokens]
     params = AttentionParams(scale=0.2, sliding_window=window)
     chunk = NativeCpuKernels(operations, None, 1).attention(q, layout.cache, meta, params)[num_tokens:]
@@ -146,15 +146,15 @@ def test_a_row_has_the_bits_it_has_among_others(
 @pytest.mark.parametrize("num_heads", [2, 8])
 @pytest.mark.parametrize(("window", "block_size"), [(41, 16), (300, 12)])
 def test_a_window_that_begins_anywhere_changes_no_bit(
-    operations: dict[torch.dtype, Operations], number: torch.dtype, num_heads: int, window: int, block_size: int
+    operations: Operations, dtype: torch.dtype, num_heads: int, window: int, block_size: int
 ) -> None:
     """Each token of a chunk sees from another one on; enough of them that a sum in another order would show."""
     num_tokens, first = 400, 300
     spans = [*[(1, first + token + 1) for token in range(num_tokens)], (num_tokens, first + num_tokens)]
-    layout = make_layout(spans, num_kv_heads=2, head_dim=64, block_size=block_size, dtype=number)
+    layout = make_layout(spans, num_kv_heads=2, head_dim=64, block_size=block_size, dtype=dtype)
     layout.meta.block_tables[:] = layout.meta.block_tables[num_tokens].clone()
     meta = without_unseen_blocks(layout.meta, window, block_size=block_size)
-    q = torch.randn(num_tokens, num_heads, 64, generator=torch.Generator().manual_seed(0)).to(number)
+    q = torch.randn(num_tokens, num_heads, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     params = AttentionParams(scale=0.2, sliding_window=window)
     kernels = NativeCpuKernels(operations, None, 2)
     chunk = kernels.attention(q, layout.cache, meta_of_one(meta, num_tokens), params)
@@ -165,7 +165,7 @@ def test_a_window_that_begins_anywhere_changes_no_bit(
 
 @pytest.mark.parametrize("activation", Activation)
 def test_activations_are_as_fine_as_their_dtype(
-    operations: dict[torch.dtype, Operations], dtype: torch.dtype, activation: Activation
+    operations: Operations, dtype: torch.dtype, activation: Activation
 ) -> None:
     """Relative to the result, also where that is near to 0: a sigmoid, or a part of the normal distribution."""
     x = torch.linspace(-6.0, 6.0, 3001).to(dtype)
@@ -184,32 +184,28 @@ def test_activations_are_as_fine_as_their_dtype(
             torch.testing.assert_close(row.float(), expected, rtol=max(5e-6, ROUNDING[dtype]), atol=LEAST[dtype])
 
 
-def test_numbers_of_16_bits_are_read_and_rounded_exactly(
-    operations: dict[torch.dtype, Operations], number: torch.dtype
-) -> None:
+def test_numbers_of_16_bits_are_read_and_rounded_exactly(operations: Operations, dtype: torch.dtype) -> None:
     """All that there are, one by one and in vectors: products of two, of one and a factor, and none."""
-    if number is torch.float32:
+    if dtype is torch.float32:
         pytest.skip("there are too many")
     generator, kernels = torch.Generator().manual_seed(0), NativeCpuKernels(operations, None, 1)
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(number)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     numbers = every[every.isfinite()]
     others = numbers[torch.randperm(len(numbers), generator=generator)]
     product = kernels.gated(Activation.RELU)(torch.cat((numbers, others))[None])
-    assert torch.equal(product[0], (numbers.float().relu() * others.float()).to(number))
+    assert torch.equal(product[0], (numbers.float().relu() * others.float()).to(dtype))
     factors = torch.rand(1, len(numbers), generator=generator).mul_(-30).exp2_()
     heads, nothing = torch.cat((numbers, torch.zeros_like(numbers))).view(1, 1, -1), torch.zeros_like(factors)
     turned, _ = kernels.rotary(heads.clone(), heads.clone(), factors, nothing, is_interleaved=False)
-    assert torch.equal(turned[0, 0, : len(numbers)], (numbers.float() * factors[0]).to(number))
+    assert torch.equal(turned[0, 0, : len(numbers)], (numbers.float() * factors[0]).to(dtype))
     kept = kernels.activated(Activation.RELU)(every.clone()[None])[0]
     torch.testing.assert_close(kept, torch.where(every < 0, 0, every), rtol=0, atol=0, equal_nan=True)
-    _, kept = kernels.add_rms_norm(torch.zeros(1, 1 << 16, dtype=number), every.clone()[None], every, 1e-5)
+    _, kept = kernels.add_rms_norm(torch.zeros(1, 1 << 16, dtype=dtype), every.clone()[None], every, 1e-5)
     torch.testing.assert_close(kept[0], every, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_layer_norms_far_from_zero(
-    operations: dict[torch.dtype, Operations], dtype: torch.dtype, has_bias: bool
-) -> None:
+def test_layer_norms_far_from_zero(operations: Operations, dtype: torch.dtype, has_bias: bool) -> None:
     """The variance of numbers with a large mean is that of what is left without it."""
     generator = torch.Generator().manual_seed(0)
     x = (100 + torch.randn(90, 768, generator=generator)).to(dtype)
@@ -275,7 +271,7 @@ def test_heads_have_the_bits_of_a_product_of_their_own(programs: Programs, num_t
 
 @pytest.mark.parametrize("num_rows", [1, 5, 17, 33, 65, 200])
 def test_the_largest_of_a_product_with_a_matrix_as_it_lies(
-    operations: dict[torch.dtype, Operations], dtype: torch.dtype, num_rows: int
+    operations: Operations, dtype: torch.dtype, num_rows: int
 ) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, 104, generator=generator).to(dtype)[:, :96]  # rows that are not dense
@@ -443,7 +439,7 @@ def test_the_first_of_equal_outputs_is_the_largest_and_what_is_not_finite_is_tol
 
 @pytest.mark.parametrize(("num_out", "is_in_place"), [(96, True), (80, False)])
 def test_a_weight_is_packed_in_its_own_place_where_panels_are_whole(
-    operations: dict[torch.dtype, Operations], programs: Programs, num_out: int, is_in_place: bool
+    operations: Operations, programs: Programs, num_out: int, is_in_place: bool
 ) -> None:
     kernels = NativeCpuKernels(operations, programs, 2)
     weight = kernels.empty_linear(num_out, 256, programs.dtype)
@@ -460,7 +456,7 @@ def test_a_weight_is_packed_in_its_own_place_where_panels_are_whole(
     assert any(torch.equal(linear._packed, outputs.permute(order).flatten()) for order in orders)
 
 
-def test_auto_takes_them_on_a_cpu(operations: dict[torch.dtype, Operations]) -> None:
+def test_auto_takes_them_on_a_cpu(operations: Operations) -> None:
     kernels = select_kernels(CPU, torch.bfloat16)
     assert isinstance(kernels, NativeCpuKernels)
     assert (kernels.name, kernels.attention_backend) == ("cpu-native", "native")
