@@ -334,7 +334,8 @@ def load_cluster_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ClusterConfigError(f"{path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ClusterConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ClusterConfigError(f"{path}: not YAML: {said}") from error
     if not isinstance(data, dict):
         seen = "an empty file" if data is None else f"a {type(data).__name__}"
         keys = ", ".join(ClusterFile.model_fields)

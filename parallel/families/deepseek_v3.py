@@ -32,7 +32,7 @@ def describe_latents(fields: Fields) -> DecoderDescription:
         norm_eps=_LATENT_EPS,
     )
     head_dim = latent.plain_dim + latent.rotary_dim
-    rope = Rope(is_interleaved=fields.boolean("rope_interleave", True))
+    rope = Rope(is_interleaved=fields.nullable_boolean("rope_interleave", True))
     # a head is, to the rotation, what of it is rotated
     sizes = fields.without("num_key_value_heads", "head_dim").with_defaults(
         head_dim=latent.rotary_dim, max_position_embeddings=4096

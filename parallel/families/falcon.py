@@ -55,7 +55,7 @@ def _num_kv_heads(fields: Fields) -> int:
     num_heads = fields.integer("num_attention_heads")
     if fields.boolean("new_decoder_architecture", False):
         return fields.integer("num_kv_heads", num_heads)
-    return 1 if fields.boolean("multi_query", True) else num_heads
+    return 1 if fields.nullable_boolean("multi_query", True) else num_heads
 
 
 def _residual(fields: Fields) -> ResidualKind:

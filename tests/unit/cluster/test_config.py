@@ -241,7 +241,7 @@ def test_section_defaults_are_those_of_the_router() -> None:
     [
         ("- 1\n", "a list; allowed: a mapping"),
         ("# models:\n", "an empty file; allowed: a mapping with the keys"),
-        ("a: [1\n", "not YAML"),
+        ("a: [1\n", "not YAML: while parsing a flow sequence at line 1, column 4"),
         ("a: 2024-99-99\n", "not YAML: month must be in"),
         (f"a: {'9' * 5000}\n", "not YAML: Exceeds the limit"),
         (f"a: {'[' * 5000}\n", "not YAML: maximum recursion depth"),

@@ -215,6 +215,7 @@ def test_long_phi3_of_the_hub_is_read() -> None:
         ),
         ({"multi_query": False, "parallel_attn": False, "alibi": True}, 8, ResidualKind.SEQUENTIAL),
         ({"parallel_attn": None}, 1, ResidualKind.SEQUENTIAL),
+        ({"multi_query": None}, 8, ResidualKind.PARALLEL_ONE_NORM),
         ({"num_kv_heads": 8}, 1, ResidualKind.PARALLEL_ONE_NORM),  # as the 7B model has it
     ],
 )

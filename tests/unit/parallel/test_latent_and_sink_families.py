@@ -206,10 +206,12 @@ def test_deepseek_v2_rotates_neighbours_whatever_it_says() -> None:
         assert rotary.is_interleaved is is_interleaved
 
 
-def test_weights_of_experts_are_not_normalized_where_null_says_so() -> None:
-    moe = _describe(DEEPSEEK_V3, norm_topk_prob=None).moe
+def test_null_says_no() -> None:
+    description = _describe(DEEPSEEK_V3, norm_topk_prob=None, rope_interleave=None)
+    moe, rotary = description.moe, description.rotaries[0]
     assert moe is not None
-    assert not moe.is_normalized
+    assert rotary is not None
+    assert (moe.is_normalized, rotary.is_interleaved) == (False, False)
 
 
 def test_all_layers_may_have_experts_and_several_shared_ones() -> None:
