@@ -1,7 +1,7 @@
 """`weft logs`: what processes of a service have logged, their lines side by side, each with the name of its process."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from weft.v1 import control_pb2
 
@@ -41,6 +41,52 @@ class LineSplitter:
         return [rest.decode(errors="replace")] if rest else []
 
 
+class _Tails:
+    """What of each log is told, and how far it was. Of logs that are there at first only the ends are, also where these
+    can be read only later; of those that begin later everything.
+    """
+
+    def __init__(self, tail_bytes: int) -> None:
+        self.offsets: dict[str, int] = {}
+        """Where to read on, by name."""
+        self.has_more = False
+        """Whether there is more to read already."""
+        self._tail_bytes = tail_bytes + 1  # the first tells whether a line begins
+        self._splitters: dict[str, LineSplitter] = {}
+        self._late: set[str] | None = None
+        """Those of which it is not known yet where their ends begin; None: of all."""
+
+    @property
+    def most_bytes(self) -> int:
+        """How much to read of a log that has no offset."""
+        return self._tail_bytes if self._late is None else _ALL_BYTES
+
+    def take(self, answer: control_pb2.ReadLogsResponse) -> Iterator[str]:
+        """Yield the lines that have become complete."""
+        if self._late is None:
+            self._late = set(answer.unread)
+            self.offsets |= dict.fromkeys(self._late, _ALL_BYTES)  # past the end, which is told when they can be read
+        self.has_more = any(chunk.has_more or chunk.name in self._late for chunk in answer.chunks)
+        for chunk in answer.chunks:
+            if chunk.name in self._late:
+                self._late.remove(chunk.name)
+                self.offsets[chunk.name] = begin = max(0, chunk.next_offset - self._tail_bytes)
+                self._splitters[chunk.name] = LineSplitter(is_cut=begin > 0)
+                continue
+            if chunk.name not in self.offsets:
+                self._splitters[chunk.name] = LineSplitter(is_cut=chunk.next_offset > len(chunk.data))
+            self.offsets[chunk.name] = chunk.next_offset
+            for line in self._splitters[chunk.name].add(chunk.data):
+                if not line.startswith(_MARKS):
+                    yield f"{chunk.name} | {line}"
+
+    def end(self) -> Iterator[str]:
+        """Yield last lines, where nothing ended them."""
+        for name, splitter in self._splitters.items():
+            for line in splitter.end():
+                yield f"{name} | {line}"
+
+
 def print_at_once(line: str) -> None:
     """Print a line that whoever reads a pipe sees now."""
     print(line, flush=True)
@@ -57,49 +103,32 @@ def show_logs(
 ) -> None:
     """Print what the logs of a process, a replica, a model or everything hold; with `follows`, for ever.
 
-    Of those that are there at first the last `tail_bytes` are told, also where they can be read only later; of those
-    that begin later everything. On stderr it is said which cannot be read, once for each time that they cannot.
+    Of those that are there at first the last `tail_bytes` are told. On stderr it is said which cannot be read, once for
+    each time that they cannot.
 
     Raises ControllerError; with `follows`, what Patience does.
     """
-    offsets: dict[str, int] = {}
-    splitters: dict[str, LineSplitter] = {}
+    tails = _Tails(tail_bytes)
     unread: set[str] = set()
-    late: set[str] | None = None  # those of which it is not known yet where their tails begin; None: of all
     patience = Patience(sleep=sleep)
-    tail_bytes += 1  # the first tells whether a line begins
 
     def read() -> control_pb2.ReadLogsResponse:
-        return client.read_logs(target, offsets, tail_bytes=tail_bytes if late is None else _ALL_BYTES)
+        return client.read_logs(target, tails.offsets, tail_bytes=tails.most_bytes)
 
     while True:
         answer = patience.ask(read) if follows else read()
-        if late is None:
-            late = set(answer.unread)
-            offsets |= dict.fromkeys(late, _ALL_BYTES)  # past the end, which is told when they can be read
         patience.note_stopping(is_stopping=answer.stopping)
-        for chunk in answer.chunks:
-            if chunk.name in late:
-                offsets[chunk.name] = begin = max(0, chunk.next_offset - tail_bytes)
-                splitters[chunk.name] = LineSplitter(is_cut=begin > 0)
-                continue
-            if chunk.name not in offsets:
-                splitters[chunk.name] = LineSplitter(is_cut=chunk.next_offset > len(chunk.data))
-            offsets[chunk.name] = chunk.next_offset
-            for line in splitters[chunk.name].add(chunk.data):
-                if not line.startswith(_MARKS):
-                    tell(f"{chunk.name} | {line}")
+        for line in tails.take(answer):
+            tell(line)
         if missing := [name for name in answer.unread if name not in unread]:
             tell_aside(
                 f"not read: {', '.join(missing)}; their nodes have gone or do not answer, or the files have gone"
             )
         unread = set(answer.unread)
-        if any(chunk.has_more or chunk.name in late for chunk in answer.chunks):
-            late -= {chunk.name for chunk in answer.chunks}
+        if tails.has_more:
             continue
         if not follows:
             break
         sleep(_POLL_S)
-    for name, splitter in splitters.items():
-        for line in splitter.end():
-            tell(f"{name} | {line}")
+    for line in tails.end():
+        tell(line)
