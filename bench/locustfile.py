@@ -29,7 +29,9 @@ from bench.errors import BenchConfigError  # noqa: E402
 from bench.load.calls import Call, Chat, Prompt  # noqa: E402
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions  # noqa: E402
 from bench.load.flags import parse_lengths  # noqa: E402
-from bench.load.http_chunks import Chunk, refusal_of  # noqa: E402
+from bench.load.http_answer import StreamedAnswer  # noqa: E402
+from bench.load.http_chunks import refusal_of  # noqa: E402
+from bench.load.records import CallError  # noqa: E402
 from router.client import Client, ClientError, OverloadedError, UnavailableError  # noqa: E402
 from router.client_values import Collector  # noqa: E402
 from router.errors import RouterConfigError  # noqa: E402
@@ -144,7 +146,8 @@ class CompletionsUser(HttpUser):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        sent_s = end_s = time.perf_counter()
+        answer, num_tokens, failure = StreamedAnswer(), 0, None
+        sent_s = time.perf_counter()
         times_s = []  # of the pieces of text
         with self.client.post(
             f"/v1/{path}", json=body, stream=True, catch_response=True, name="headers", timeout=300
@@ -155,33 +158,14 @@ class CompletionsUser(HttpUser):
                 if response.status_code in _TURNED_AWAY:
                     time.sleep(_TURNED_AWAY_PAUSE_S)
                 return
-            num_tokens, has_end = 0, False
-            error: Exception | None = None
             try:
                 for line in response.iter_lines():
-                    data = line[5:].strip()
-                    if not line.startswith(b"data:"):
-                        continue
-                    if data == b"[DONE]":
-                        has_end = True
-                        continue
-                    chunk, end_s = Chunk.decode(data), time.perf_counter()
-                    choices = chunk.choices or ()
-                    if any(choice.has_text for choice in choices):
-                        times_s.append(end_s)
-                    has_end |= any(choice.is_last for choice in choices)
-                    if chunk.usage is not None:
-                        num_tokens = chunk.usage.completion_tokens
-                    if chunk.error is not None:
-                        error = RuntimeError(chunk.reason)
-                    if any(choice.is_given_up for choice in choices):
-                        error = RuntimeError("the service ended the answer")
-            except (requests.RequestException, ValueError) as broken:  # it broke off, or is no JSON
-                error = broken
-        if error is None and not (has_end and num_tokens):
-            error = RuntimeError("the answer broke off, or has no usage at its end")
-        _report(self.environment, "HTTP", "complete", end_s - sent_s, num_tokens, error)
-        if error is None and times_s:
+                    times_s += [time.perf_counter() for has_text in answer.add(line) if has_text]
+                num_tokens = answer.usage().completion_tokens
+            except (CallError, requests.RequestException, ValueError) as error:  # it broke off, or is no JSON
+                failure = error
+        _report(self.environment, "HTTP", "complete", time.perf_counter() - sent_s, num_tokens, failure)
+        if failure is None and times_s:
             _report(self.environment, "HTTP", "first token", times_s[0] - sent_s, 1)
             if num_tokens > 1:
                 tpot_s = (times_s[-1] - times_s[0]) / (num_tokens - 1)

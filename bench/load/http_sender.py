@@ -17,7 +17,8 @@ from msgspec import Struct
 
 from bench.errors import BenchError
 from bench.load.calls import Call, Chat
-from bench.load.http_chunks import Chunk, ChunkError, refusal_of
+from bench.load.http_answer import StreamedAnswer, kind_of_status
+from bench.load.http_chunks import refusal_of
 from bench.load.records import CallError, ErrorKind, Usage
 from bench.load.sender import Received, ServedModel, Target, choose_model
 from router.open_files import allow_connections
@@ -28,15 +29,6 @@ _END_TIMEOUT_S = 0.01
 _KEEP_ALIVE_S = 4.0
 """Connections that nobody used for longer are left: many services end them after 5 s, and a request that is on its way
 then, as with a think time of 5 s, would fail."""
-
-_KINDS = {
-    HTTPStatus.UNAUTHORIZED: ErrorKind.UNAUTHENTICATED,
-    HTTPStatus.FORBIDDEN: ErrorKind.UNAUTHENTICATED,
-    HTTPStatus.NOT_FOUND: ErrorKind.NOT_FOUND,
-    HTTPStatus.TOO_MANY_REQUESTS: ErrorKind.OVERLOADED,
-    HTTPStatus.SERVICE_UNAVAILABLE: ErrorKind.UNAVAILABLE,
-    HTTPStatus.GATEWAY_TIMEOUT: ErrorKind.TIMEOUT,
-}
 
 
 @asynccontextmanager
@@ -96,7 +88,7 @@ class HttpSender:
             ) as response:
                 if response.status != HTTPStatus.OK:
                     message = refusal_of(await response.read()) or f"status {response.status}, and no more"
-                    raise CallError(_kind_of(response.status), message)
+                    raise CallError(kind_of_status(response.status), message)
                 return await _read_answer(response.content, received)
         except (msgspec.DecodeError, HttpProcessingError) as error:  # the latter also for a line without end
             raise CallError(ErrorKind.OTHER, f"the answer is not understood: {error}") from error
@@ -123,33 +115,14 @@ class HttpSender:
 
 async def _read_answer(content: aiohttp.StreamReader, received: Received) -> Usage:
     """Follow the server-sent events to their end."""
-    usage, has_end = None, False
+    answer = StreamedAnswer()
     async for line in content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            has_end = True
+        for has_text in answer.add(line):
+            received(int(has_text))
+        if answer.is_over:
             await _read_rest(content)
             break
-        chunk = Chunk.decode(data)
-        if chunk.error is not None:
-            raise CallError(_kind_of_error(chunk.error), chunk.reason)
-        for choice in chunk.choices or ():
-            if choice.is_given_up:
-                raise CallError(ErrorKind.CANCELLED, f"the service ended the answer: {choice.finish_reason}")
-            if choice.has_text:
-                received(1)
-            elif choice.is_last:
-                received(0)
-            has_end |= choice.is_last
-        usage = chunk.usage or usage  # some services send it with each chunk
-    if usage is None or not has_end:
-        raise CallError(ErrorKind.UNAVAILABLE, "the answer broke off, or has no usage at its end")
-    cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
-    return Usage(
-        prompt_tokens=usage.prompt_tokens, cached_tokens=cached or 0, completion_tokens=usage.completion_tokens
-    )
+    return answer.usage()
 
 
 async def _read_rest(content: aiohttp.StreamReader) -> None:
@@ -157,12 +130,6 @@ async def _read_rest(content: aiohttp.StreamReader) -> None:
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(_END_TIMEOUT_S):
             await content.read()
-
-
-def _kind_of(status: int) -> ErrorKind:
-    if status in _KINDS:
-        return _KINDS[HTTPStatus(status)]
-    return ErrorKind.BAD_REQUEST if 400 <= status < 500 else ErrorKind.SERVER
 
 
 class _Model(Struct):
@@ -174,19 +141,3 @@ class _ModelList(Struct):
 
 
 _Models = msgspec.json.Decoder(_ModelList)
-
-_KINDS_OF_TYPES = {
-    "rate_limit_error": ErrorKind.OVERLOADED,
-    "service_unavailable_error": ErrorKind.UNAVAILABLE,
-    "timeout_error": ErrorKind.TIMEOUT,
-    "invalid_request_error": ErrorKind.BAD_REQUEST,
-}
-
-
-def _kind_of_error(error: ChunkError | str) -> ErrorKind:
-    """Return the kind of an error that comes in the middle of a stream, where there is no status."""
-    if isinstance(error, str):
-        return ErrorKind.SERVER
-    if isinstance(error.code, int) and 400 <= error.code < 600:
-        return _kind_of(error.code)
-    return _KINDS_OF_TYPES.get(error.type or "", ErrorKind.SERVER)
