@@ -71,7 +71,7 @@ class Driver:
         When it is cancelled, what is not answered counts as failed, and `so_far` tells what there is.
         Raises BenchConfigError when a trace without times is to be replayed.
         """
-        arrivals = _arrivals(load, sessions, seed)
+        arrivals = find_arrivals(load, sessions, seed)
         start_s = self._start_s = self._clock()
         self._start_cpu_s = time.process_time()
         end_s = None if duration_s is None else start_s + duration_s
@@ -146,8 +146,11 @@ class Driver:
         return record
 
 
-def _arrivals(load: Load, sessions: Iterator[Session], seed: int) -> Iterator[tuple[float, Session]]:
-    """Yield when each session is due; nothing in a closed loop."""
+def find_arrivals(load: Load, sessions: Iterator[Session], seed: int) -> Iterator[tuple[float, Session]]:
+    """Return when each session is due; nothing in a closed loop.
+
+    Raises BenchConfigError when a trace without times is to be replayed.
+    """
     match load:
         case OpenLoop():
             return zip(draw_offsets(load, random.Random(f"arrivals {seed}")), sessions, strict=False)

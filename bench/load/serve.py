@@ -10,7 +10,7 @@ from bench.errors import BenchError
 from bench.load.arrivals import ClosedLoop, Load
 from bench.load.calls import Session, begin_otherwise
 from bench.load.datasets import make_sessions, take_calls
-from bench.load.driver import Driver, Run
+from bench.load.driver import Driver, Run, find_arrivals
 from bench.load.grpc_sender import connect_grpc
 from bench.load.http_sender import connect_http
 from bench.load.rank_observer import MeasurePeak, RankObserver, measure_peak_here
@@ -74,6 +74,7 @@ class _Measuring:
         self._outcome = outcome
 
     async def run(self) -> None:
+        self._check_dataset()
         self._watcher.prepare("measure the machine")
         await self._observer.find_peak()
         self._outcome.peak = self._observer.peak
@@ -81,6 +82,11 @@ class _Measuring:
             await self._warm_up(self._options.num_warmup)
         for load in self._options.loads:
             await self._measure(load)
+
+    def _check_dataset(self) -> None:
+        """Raise BenchConfigError, before anything is measured, when the dataset cannot be used; loads are of a kind."""
+        options = self._options
+        find_arrivals(options.loads[0], self._dataset(options.seed), options.seed)
 
     async def _warm_up(self, num_requests: int) -> None:
         """Send other prompts than the loads have, those of a file begun otherwise: not every service keeps caches

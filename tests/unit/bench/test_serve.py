@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 from bench.errors import BenchConfigError, BenchError
 from bench.load import serve
-from bench.load.arrivals import ClosedLoop, OpenLoop
+from bench.load.arrivals import ClosedLoop, Load, OpenLoop, Replay
 from bench.load.calls import Call, Lengths
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions
 from bench.load.flag_groups import GoalFlags, LoadFlags, PromptFlags, ServiceFlags, SessionFlags
@@ -204,6 +204,33 @@ async def test_warm_up_without_an_answer_ends_it(
     replica.refusal = grpc.StatusCode.INVALID_ARGUMENT
     with pytest.raises(BenchError, match=r"no request of the warm-up was answered: 3 bad request \(scripted refusal\)"):
         await measure(options(target(router, protocol), num_warmup=3))
+
+
+@pytest.mark.parametrize(
+    ("load", "text", "message"),
+    [
+        (Replay(), '{"input_length": 4, "output_length": 2}', "the sessions have no times"),
+        (ClosedLoop(concurrency=1), '{"input_length": 4}', "output_length is None"),
+    ],
+)
+async def test_a_trace_that_cannot_be_sent_is_told_before_anything_is(
+    router: RunningRouter, replica: FakeReplica, tmp_path: Path, load: Load, text: str, message: str
+) -> None:
+    file, watcher = tmp_path / "trace.jsonl", _Prepared()
+    file.write_text(text)
+    dataset = DatasetOptions(kind=DatasetKind.TRACE, file=file)
+    asked = options(target(router, Protocol.GRPC), loads=(load,), dataset=dataset, num_warmup=1)
+    with pytest.raises(BenchConfigError, match=message):
+        await measure(asked, watcher)
+    assert not watcher.has_begun
+    assert not replica.submits
+
+
+class _Prepared(ServeWatcher):
+    has_begun = False
+
+    def prepare(self, what: str) -> None:
+        self.has_begun = True
 
 
 async def test_interrupted_sweep_keeps_what_was_measured(router: RunningRouter, replica: FakeReplica) -> None:
