@@ -7,7 +7,7 @@ whether the controller lives.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,9 @@ class Service:
         """Whether it ran before `start`: somebody may depend on it, whatever state it is in."""
         self.client = ControlClient(control_address, tls=spec.inner_tls)
         self._controller = controller  # an actor ends when its last handle is dropped
-        self._stopped = controller.stopped.remote()  # lasts over the controller's lives
+        # Lasts over the controller's lives. A future, for ray.wait counts its timeout by the wall clock: where that is
+        # set back by an hour, `weft serve` would hear no signal for an hour.
+        self._stopped: Future[None] = controller.stopped.remote().future()
 
     @classmethod
     def start(cls, spec: ClusterSpec, *, log_level: str = "warning", takes_over: bool = False) -> "Service":
@@ -142,8 +144,7 @@ class Service:
 
     def is_alive(self) -> bool:
         """Return whether the controller has neither died for good nor been shut down."""
-        done, _ = ray.wait([self._stopped], timeout=0)
-        return not done
+        return not self._stopped.done()
 
     def wait_stopped(self, timeout_s: float) -> bool:
         """Wait until the service was shut down by somebody, at most `timeout_s`; return whether it was.
@@ -151,11 +152,10 @@ class Service:
         Raises:
             ControllerError: the controller died instead.
         """
-        done, _ = ray.wait([self._stopped], timeout=timeout_s)
-        if not done:
+        if not wait([self._stopped], timeout=timeout_s).done:
             return False
         try:
-            ray.get(self._stopped)
+            self._stopped.result()
         except (RayActorError, RayTaskError) as error:
             raise ControllerError("the controller died") from error
         return True
@@ -184,7 +184,7 @@ class Service:
         finally:
             patience.note_stopping(is_stopping=True)  # the call is over, or nobody waits for it
         stopping.result()
-        ray.wait([self._stopped], timeout=_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
+        wait([self._stopped], timeout=_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
 
     def close(self) -> None:
         """Disconnect. A local Ray ends, and with it everything; a cluster goes on, and so does the service on it."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -67,24 +68,28 @@ class RestartingClient(SilentClient):
             raise ControllerError("no controller answers")
 
 
-def stop_while_restarting(monkeypatch: pytest.MonkeyPatch, client: RestartingClient, *, ends: bool, died: bool) -> None:
-    def get(ref: object) -> None:
-        if died:
-            raise RayActorError
+UNENDED = SimpleNamespace(remote=lambda: SimpleNamespace(future=Future))
+"""Of a controller: that it has been stopped."""
 
-    looks: list[object] = []
 
-    def look(refs: list[object], *, timeout: float) -> tuple[list[object], list[object]]:
-        looks.append(refs)
-        return (refs, []) if ends and len(looks) > 2 else ([], refs)
+def stop_while_restarting(
+    monkeypatch: pytest.MonkeyPatch, client: RestartingClient, end: Callable[[Future[None]], None] | None = None
+) -> None:
+    looks: list[None] = []
+
+    def look() -> bool:
+        looks.append(None)
+        if end is not None and len(looks) == 3:
+            end(service._stopped)
+        return False
 
     monkeypatch.setattr("cluster.patience._RETRY_S", 0.001)
     monkeypatch.setattr(service_module, "_POLL_S", 0.005)
-    monkeypatch.setattr(service_module, "has_local_ray_died", lambda: False)
-    monkeypatch.setattr(service_module, "ray", SimpleNamespace(wait=look, get=get))
+    monkeypatch.setattr(service_module, "_STOPPED_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(service_module, "has_local_ray_died", look)
     service = Service.__new__(Service)
     service.client = client  # type: ignore[assignment]
-    service._stopped = object()
+    service._stopped = Future()
     try:
         service.shut_down(60.0)
     finally:
@@ -95,18 +100,20 @@ def test_stop_of_a_service_whose_controller_is_between_two_lives_is_told_to_the_
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = RestartingClient(num_lost=5)
-    stop_while_restarting(monkeypatch, client, ends=False, died=False)
+    stop_while_restarting(monkeypatch, client)
     assert client.num_lost == -1
     assert capsys.readouterr().err == "no controller answers (asked again for 30 s)\n"
 
 
 def test_stop_ends_with_a_successor_that_has_finished_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_while_restarting(monkeypatch, RestartingClient(num_lost=10**6), ends=True, died=False)
+    stop_while_restarting(monkeypatch, RestartingClient(num_lost=10**6), lambda stopped: stopped.set_result(None))
 
 
 def test_stop_of_a_service_whose_controller_died_for_good_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ControllerError, match="the controller died"):
-        stop_while_restarting(monkeypatch, RestartingClient(num_lost=10**6), ends=True, died=True)
+        stop_while_restarting(
+            monkeypatch, RestartingClient(num_lost=10**6), lambda stopped: stopped.set_exception(RayActorError())
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,18 +124,34 @@ def test_stop_of_a_service_whose_controller_died_for_good_fails(monkeypatch: pyt
     ],
 )
 def test_who_waits_for_a_service_is_told_how_it_ended(
-    monkeypatch: pytest.MonkeyPatch, end: Exception | None, error: type[StartError], reason: str
+    end: Exception | None, error: type[StartError], reason: str
 ) -> None:
-    def get(ref: object) -> None:
-        if end is not None:
-            raise end
-
-    monkeypatch.setattr(service_module, "ray", SimpleNamespace(wait=lambda refs, *, timeout: (refs, []), get=get))
     service = Service.__new__(Service)
-    service._stopped = object()
+    service._stopped = Future()
+    if end is None:
+        service._stopped.set_result(None)
+    else:
+        service._stopped.set_exception(end)
     with pytest.raises(StartError, match=reason) as raised:
         service.wait_ready()
     assert raised.type is error
+
+
+def test_the_end_of_a_service_is_waited_for_by_a_clock_that_nobody_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(refs: list[object], *, timeout: float) -> None:
+        raise AssertionError("it lasts an hour where the clock is set back by an hour, and hears no signal")
+
+    stopped: Future[None] = Future()
+    controller = SimpleNamespace(stopped=SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: stopped)))
+    monkeypatch.setattr(service_module, "ray", SimpleNamespace(wait=wait, get=wait))
+    spec = build_spec({"models": [{"path": "weft-tiny"}]})
+    service = Service(control_address="127.0.0.1:1", spec=spec, controller=controller)
+    assert service.is_alive()
+    assert not service.wait_stopped(0.0)
+    stopped.set_result(None)
+    assert not service.is_alive()
+    assert service.wait_stopped(60.0)
+    service.client.close()
 
 
 def test_ray_keeps_nothing_for_the_lives_of_a_controller_that_other_code_could_not_read(
@@ -181,7 +204,7 @@ def test_a_service_that_is_taken_over_keeps_what_it_was_started_with(
     monkeypatch: pytest.MonkeyPatch, settings: bytes, grace_s: float
 ) -> None:
     calls = SimpleNamespace(remote=lambda: ("127.0.0.1:1", False))
-    controller = SimpleNamespace(start=calls, stopped=calls)
+    controller = SimpleNamespace(start=calls, stopped=UNENDED)
     ray = SimpleNamespace(get_actor=lambda name: controller, get=lambda answer, *, timeout: answer)
     saved = encode(SavedState(settings=settings))
     monkeypatch.setattr(service_module, "ray", ray)
@@ -195,7 +218,7 @@ def test_a_service_that_is_taken_over_keeps_what_it_was_started_with(
 def test_a_service_whose_controller_tells_only_its_address_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "RayStateStore", lambda: SimpleNamespace(load=lambda: None))
     calls = SimpleNamespace(remote=lambda: "127.0.0.1:1")  # as code of before answers, after a `git pull` under it
-    controller = SimpleNamespace(start=calls, stopped=calls)
+    controller = SimpleNamespace(start=calls, stopped=UNENDED)
     ray = SimpleNamespace(get_actor=lambda name: controller, get=lambda answer, *, timeout: answer)
     monkeypatch.setattr(service_module, "ray", ray)
     service = _take_over(build_spec({}))
