@@ -1,16 +1,18 @@
 """When a rank's step is started: at once where its device works by itself, else when somebody waits for it."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers.plans import make_plan
 
 from workers.errors import GroupFailedError
-from workers.executor import GroupExecutor, RankSteps
+from workers.executor import GroupExecutor, LocalExecutor, RankSteps
 from workers.overlap import Lookahead, StepExecution
 from workers.plan import ModelOutput, StepPlan
+from workers.transport import LeaderLink
 
 
 class FakeRunner:
@@ -129,29 +131,92 @@ def test_a_step_that_fails_while_its_rank_is_closed_does_not_hide_why() -> None:
     steps.close()
 
 
-class DeadLink:
-    """To ranks of which one is gone."""
+class Group:
+    """A leader whose rank is a fake, and the link to its other ranks: the last one answers each plan."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_stages: int = 1, lookahead: Lookahead = Lookahead.NEVER) -> None:
+        self.sent: list[int] = []
+        self.answers: deque[ModelOutput] = deque()
+        self.is_dead = False
         self.reasons: list[str | None] = []
+        self.left: list[bool] = []
+        runner: Any = FakeRunner(StepExecution.QUEUED, lookahead)
+        runner.windows, runner.num_host_blocks = (None,), 0
+        self.runner, last_rank, link = runner, 2 * (num_stages - 1), cast(LeaderLink, self)
+        self.executor = GroupExecutor(
+            *(runner, link),
+            num_blocks=2,
+            num_stages=num_stages,
+            last_rank=last_rank,
+            step_timeout_s=1.0,
+            leave=self.left.append,
+        )
+
+    def send_plan(self, plan: StepPlan) -> None:
+        self.check()
+        self.sent.append(plan.number)
+
+    def receive_output(self, rank: int, timeout_s: float) -> ModelOutput:
+        assert (rank, timeout_s) == (2, 1.0)
+        self.check()
+        return self.answers.popleft()
 
     def check(self) -> None:
-        raise GroupFailedError("rank 1 died")
+        if self.is_dead:
+            raise GroupFailedError("rank 1 died")
 
     def close(self, reason: str | None) -> None:
         self.reasons.append(reason)
 
 
-def test_a_group_that_failed_while_there_was_nothing_to_do_is_left_as_a_failed_one() -> None:
-    runner: Any = FakeRunner(StepExecution.QUEUED)
-    runner.windows, runner.num_host_blocks = (None,), 0
-    link: Any = DeadLink()
-    left: list[bool] = []
-    executor = GroupExecutor(
-        runner, link, num_blocks=2, num_stages=1, last_rank=0, step_timeout_s=1.0, leave=left.append
-    )
+def test_every_rank_has_the_plan_before_the_leader_begins_its_part() -> None:
+    group = Group()
+    begin = group.runner.start
+    group.runner.start = lambda number: pytest.fail("too early") if number not in group.sent else begin(number)
+    group.executor.submit(plan(0))
+    assert group.executor.collect() == ModelOutput(0, [], []), "the leader itself samples"
+    group.executor.close()
+    group.executor.close()
+    assert (group.reasons, group.left) == ([None], [False]), "it has ended well, and once"
+
+
+def test_the_output_of_a_pipeline_is_that_of_its_last_stage() -> None:
+    group = Group(num_stages=2)
+    group.runner.start = lambda number: lambda: None
+    group.answers.append(ModelOutput(7, [], []))
+    group.executor.submit(plan(7))
+    assert group.executor.collect() == ModelOutput(7, [], [])
+
+
+@pytest.mark.parametrize("fails_in", ["check", "submit", "collect", "own step"])
+def test_a_group_that_failed_is_left_as_a_failed_one(fails_in: str) -> None:
+    """Also while there is nothing to do; and the leader, which fails for others that are gone, tells of those."""
+    group = Group(num_stages=2)
+    group.runner.start = lambda number: lambda: 1 // 0 if fails_in == "own step" else None
+    group.is_dead = fails_in in ("check", "submit")
+
+    def fail() -> None:
+        if fails_in == "check":
+            group.executor.check()
+        group.executor.submit(plan(0))
+        group.is_dead = True
+        group.executor.collect()
+
     with pytest.raises(GroupFailedError, match="rank 1 died"):
-        executor.check()
-    executor.close()
-    assert link.reasons == ["rank 1 died"]
-    assert left == [True]
+        fail()
+    group.executor.close()
+    assert group.reasons == ["rank 1 died"]
+    assert group.left == [True]
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("lookahead", Lookahead)
+def test_a_plan_for_each_stage_is_under_way_and_one_more_where_they_are_made_ahead(
+    lookahead: Lookahead, num_stages: int
+) -> None:
+    ahead = lookahead is not Lookahead.NEVER
+    executor = Group(num_stages=num_stages, lookahead=lookahead).executor
+    assert (executor.max_in_flight, executor.lookahead) == (num_stages + ahead, lookahead)
+    runner: Any = FakeRunner(StepExecution.QUEUED, lookahead)
+    runner.windows, runner.num_host_blocks = (None,), 0
+    assert LocalExecutor(runner, num_blocks=2).max_in_flight == 1 + ahead
