@@ -46,6 +46,8 @@ def test_what_is_saved_can_be_loaded_by_the_same_plan() -> None:
     tier.hold([A])
     tier.load(7, A)
     assert tier.take_copies() == Copies([(7, 0)], [(0, 7)])
+    assert (tier.num_saved_blocks, tier.num_loaded_blocks) == (1, 1)
+    assert tier.take_copies() == Copies([], []), "the next plan copies nothing again"
 
 
 def test_nothing_is_saved_into_a_slot_that_is_to_be_loaded() -> None:
