@@ -311,6 +311,7 @@ def test_replica_with_another_hash_is_served_without_the_index() -> None:
     route = ModelRoute(ServedModel(name="tiny", path="/tiny", max_context=0), RoundRobin())
     assert route.accept(replica_pb2.Snapshot(block_size=4, hash_key=b"k"))
     route.index.store(ReplicaId("a"), [b"x" * 16])
+    assert route.accept(replica_pb2.Snapshot(block_size=4, hash_key=b"k")), "a second one like the first"
     assert not route.accept(replica_pb2.Snapshot(block_size=8, hash_key=b"k"))
     assert route.block_size == 4
     route.index.drop(ReplicaId("a"))
