@@ -98,8 +98,11 @@ def test_refused_group_is_not_tried_again() -> None:
     life.refused("tensor_parallel is 3; allowed: a divisor of 8 heads", 2.0)
     assert life.state is GroupState.FAILED
     assert life.detail.startswith("tensor_parallel is 3")
+    for event in (life.drain, life.stopped):
+        event(2.5)
     life.failed("its processes ended", 3.0)
     assert life.state is GroupState.FAILED
+    assert life.detail.startswith("tensor_parallel is 3")
 
 
 @pytest.mark.parametrize("placed", [False, True])
@@ -108,6 +111,7 @@ def test_draining_a_group_without_requests_stops_it(placed: bool) -> None:
     if placed:
         life.placed(0.0)
     life.drain(1.0)
+    life.refused("no such model", 2.0)
     assert life.state is GroupState.STOPPED
     assert not life.may_form(1e9)
 
