@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.cluster import model_spec
 from helpers.fake_actor import FakeMethod
+from helpers.polling import until
 from ray.exceptions import ActorUnavailableError, RayError
 from weft.recording import RecordingConfig
 
@@ -44,6 +45,7 @@ class FakeRank:
         self.has_begun = True
         self.slowness = ""
         self.num_expected = 0
+        self.told_to_meet: list[tuple[str, int]] = []
         self.was_given: dict[str, Any] = {}
         self.spec: RankSpec | None = None
         self.remote: Callable[[RankSpec], FakeRank] = self._make
@@ -58,11 +60,11 @@ class FakeRank:
         return self
 
     async def _begin(self, host: str, port: int) -> RankPlace:
-        assert (host, port) == ("", 0)
+        self.told_to_meet.append((host, port))
         return RankPlace(node="10.0.0.0", pid=1, node_id="node-a")
 
     async def _open_rendezvous(self) -> tuple[str, int]:
-        return "", 0
+        return "10.0.0.0", 29500
 
     async def _progress(self) -> float:
         return 0.5
@@ -280,6 +282,18 @@ async def test_group_whose_node_is_lost_as_soon_as_it_has_its_place_ends(
     assert fake_ray.removed == fake_ray.places
 
 
+@pytest.mark.parametrize(("num_ranks", "told"), [(1, [("", 0)]), (2, [("10.0.0.0", 29500)] * 2)])
+async def test_ranks_that_are_several_meet_where_the_first_waits_for_them(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, num_ranks: int, told: list[tuple[str, int]]
+) -> None:
+    running = asyncio.create_task(make_formation(tmp_path, listener, tensor_parallel=num_ranks).run())
+    async with asyncio.timeout(10):
+        await listener.has_ranks.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    assert fake_ray.rank.told_to_meet == told
+
+
 async def test_successor_of_the_controller_finds_the_group_and_its_ranks_by_their_names(
     fake_ray: FakeRay, listener: Listener, tmp_path: Path
 ) -> None:
@@ -466,6 +480,20 @@ async def test_ranks_that_were_adopted_hear_of_an_end_that_is_wanted(
         running.cancel()
         await asyncio.wait([running])
     assert [rank.num_expected for rank in ranks] == [1, 1]
+
+
+async def test_a_group_has_loaded_as_much_as_its_ranks_on_average(
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+) -> None:
+    async def progress() -> float:
+        return 1.0
+
+    fake_ray.find(2)[0].progress = FakeMethod(progress)
+    running = asyncio.create_task(make_formation(tmp_path, listener, adopts=True, tensor_parallel=2).run())
+    await until(lambda: listener.loaded > 0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert listener.loaded == 0.75
 
 
 @pytest.mark.parametrize(("refuses", "after_s"), [(True, 0.0), (True, 0.02), (False, 0.02)])
@@ -656,7 +684,7 @@ async def test_a_start_that_ray_can_no_longer_follow_ends_though_its_ranks_live(
     fake_ray.rank.progress = FakeMethod(lost)
     async with asyncio.timeout(10):
         outcome = await make_formation(tmp_path, listener, start_timeout_s=60.0).run()
-    assert "Ray knows no such actor" in outcome.message
+    assert outcome.message == "lost sight of its ranks: Ray knows no such actor"
     assert fake_ray.killed == [fake_ray.rank]
     assert fake_ray.rank.num_expected == 0, "nobody wanted that"
 
@@ -680,14 +708,15 @@ async def test_broken_connections_to_its_ranks_cost_a_group_nothing(
     assert [method.num_broken for method in methods] == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("error", [ActorUnavailableError("the connection broke", None), RayError("it has died")])
 async def test_a_rank_that_dies_while_it_starts_tells_why(
-    fake_ray: FakeRay, listener: Listener, tmp_path: Path
+    fake_ray: FakeRay, listener: Listener, tmp_path: Path, error: RayError
 ) -> None:
     died = asyncio.Event()
 
     async def lost() -> float:
         asyncio.get_running_loop().call_later(0.05, died.set)
-        raise ActorUnavailableError("the connection broke", None)
+        raise error
 
     async def end() -> Outcome:
         await died.wait()
