@@ -274,6 +274,20 @@ async def test_broken_stream_aborts_all_of_its_requests(bench: Bench) -> None:
     assert len((await other.frame()).outputs) == 1
 
 
+async def test_stop_ends_streams_though_they_have_requests(bench: Bench) -> None:
+    router = bench.connect()
+    await router.hello()
+    request_id = await start_request(bench, router)
+    await bench.server.stop()
+    async with asyncio.timeout(30):
+        assert await router.call.code() is grpc.StatusCode.UNAVAILABLE
+        await bench.engine.wait_for(lambda: request_id in bench.engine.aborted)
+
+
+async def test_replica_that_never_listened_is_stopped() -> None:
+    await ReplicaServer(INFO, FakeEngine()).stop()
+
+
 async def test_drain_refuses_new_requests_says_so_and_waits_for_the_old(bench: Bench) -> None:
     router = bench.connect()
     await router.hello()
