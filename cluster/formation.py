@@ -394,8 +394,7 @@ async def _watch(rank: int, actor: Any) -> Outcome:
 
 async def _telling(runs: Sequence[asyncio.Task[Outcome]]) -> Outcome:
     """Return the most telling of the outcomes that come together: a refusal, or else the first one."""
-    done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
-    if not any(task.result().is_refusal for task in done):
-        late, _ = await asyncio.wait(runs, timeout=_POLL_S)
-        done = {*done, *(task for task in late if task.result().is_refusal)}
-    return min((task.result() for task in done), key=lambda outcome: not outcome.is_refusal)
+    first, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+    ended, _ = await asyncio.wait(runs, timeout=_POLL_S)
+    refusals = (task.result() for task in ended if task.result().is_refusal)
+    return next(refusals, first.pop().result())

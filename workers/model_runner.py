@@ -162,8 +162,7 @@ class ModelRunner:
     def _rehearse(self, plan: StepPlan) -> None:
         """Run a plan, and forget its sequences."""
         self.run(plan)
-        if not self._mesh.is_last_stage:
-            self._link.flush()
+        self._link.flush()
         self._inputs, self._draws, self._sampler = self._new_state()
 
     def run(self, plan: StepPlan) -> ModelOutput | None:
