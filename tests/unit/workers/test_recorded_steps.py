@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers.plans import make_plan
 from helpers.recording import MAX_CONTEXT, RecordingKernels, make_runner
 from torch import Tensor
 
+from parallel.decoder import Decoder
 from parallel.kernels.base import AttentionMeta, AttentionParams, LayerCache
 from parallel.kernels.cuda_buckets import StepBucket, choose_bucket
 from parallel.kernels.cuda_graphs import Recording, Result
@@ -213,3 +215,32 @@ def test_time_in_two_steps_at_once_counts_once(model: Path, monkeypatch: pytest.
     now_s = 31.0
     third()
     assert (stats.num_steps, stats.busy_s) == (3, 10.0)
+
+
+def test_a_request_without_finite_logits_fails_alone_though_its_next_step_is_planned(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no token to go on with, and the step of the others is on its way."""
+    runner, _, _ = make_runner(model)
+    runner.allocate(200)
+    logits = Decoder.logits
+
+    def broken(decoder: Decoder, *args: Any) -> torch.Tensor | None:
+        logits_SV = logits(decoder, *args)
+        assert logits_SV is not None
+        logits_SV[0] = torch.nan
+        return logits_SV
+
+    wants_logits = SamplingParams(temperature=0.0, logprobs=1)
+    prompts = [NewSequence(slot, [1, 2, 3, 4], 4, wants_logits, [2]) for slot in range(2)]
+    begin = make_plan(0, [], prompts, [ScheduledSequence(slot, 0, 4, [], [slot], True) for slot in range(2)])
+    go_on = make_plan(1, [], [], [ScheduledSequence(slot, 4, 1, [], [], True) for slot in range(2)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "logits", broken)
+        first = runner.run(begin)
+    second = runner.run(go_on)
+    assert first is not None
+    assert first.errors.keys() == {0}
+    assert second is not None
+    assert not second.errors
+    assert second.slots == [0, 1]
