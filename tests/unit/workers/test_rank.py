@@ -112,6 +112,7 @@ def test_a_rank_says_what_it_computes_with() -> None:
         "quantization": "none",
         "device": "cpu",
     }
+    assert not stats.axes, "it has nobody to exchange anything with"
     assert stats.peak_memory_bytes is not None
     assert stats.peak_memory_bytes() > 50e6, "torch alone takes more"
     assert stats.energy_j is not None
