@@ -9,6 +9,7 @@ from weft.v1.replica_pb2_grpc import ReplicaStub
 
 from cluster.replica_connection import OutboxLimits
 from cluster.replica_server import ReplicaInfo, ReplicaServer
+from workers.engine import EngineLoad
 from workers.errors import EngineStoppedError, GroupFailedError, QueueFullError, RequestFailedError
 from workers.request import Finish, FinishReason, RequestId, RequestOutput, TokenLogprobs, Usage
 
@@ -178,6 +179,19 @@ async def test_frames_are_numbered_without_a_gap(bench: Bench) -> None:
         assert (await router.frame()).frame == number
 
 
+async def test_every_frame_has_what_came_since_the_one_before_and_says_how_busy_the_replica_is(bench: Bench) -> None:
+    router = bench.connect()
+    await router.hello()
+    engine_id = await start_request(bench, router)
+    busy = {"num_running": 1, "num_waiting": 2, "num_free_blocks": 3, "num_blocks": 64, "num_pending_tokens": 5}
+    bench.engine.load = EngineLoad(**busy)
+    for token_id in (5, 6):
+        bench.server.on_step(bench.engine.step(RequestOutput(request_id=engine_id, token_ids=(token_id,))))
+        frame = await router.frame()
+        assert [list(output.token_ids) for output in frame.outputs] == [[token_id]]
+        assert frame.load == replica_pb2.Load(**busy)
+
+
 async def test_last_output_tells_how_it_ended(bench: Bench) -> None:
     router = bench.connect()
     await router.hello()
@@ -209,6 +223,7 @@ async def test_failure_carries_its_code_and_message(bench: Bench, error: Excepti
     bench.server.on_step(bench.engine.step(RequestOutput(request_id=engine_id, error=error)))
     (told,) = (await router.frame()).outputs
     assert (told.failed.code, told.failed.message) == (code.value[0], str(error))
+    await start_request(bench, router)  # nothing of that id is in flight
 
 
 async def test_bad_sampling_is_refused_and_others_go_on(bench: Bench) -> None:
@@ -218,7 +233,7 @@ async def test_bad_sampling_is_refused_and_others_go_on(bench: Bench) -> None:
     bad.sampling.temperature = -1.0
     await router.send(submit=bad)
     (told,) = (await router.frame()).outputs
-    assert told.failed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert (told.request_id, told.failed.code) == ("bad", grpc.StatusCode.INVALID_ARGUMENT.value[0])
     assert told.failed.message.startswith("temperature is -1.0; allowed:")
     assert await start_request(bench, router, "good")
     assert await start_request(bench, router, "bad"), "of which nothing is in flight"
@@ -245,6 +260,16 @@ async def test_abort_reaches_the_engine_and_nothing_more_is_sent(bench: Bench) -
     assert bench.engine.aborted == [engine_id]
     bench.server.on_step(bench.engine.step(RequestOutput(request_id=engine_id, token_ids=(5,))))
     assert not (await router.frame()).outputs
+
+
+async def test_abort_of_a_request_that_has_ended_meanwhile_does_no_harm(bench: Bench) -> None:
+    router = bench.connect()
+    await router.hello()
+    engine_id = await start_request(bench, router)
+    bench.server.on_step(bench.engine.step(RequestOutput(request_id=engine_id, finish=DONE)))
+    await router.send(abort=replica_pb2.Abort(request_id="x"))
+    await start_request(bench, router, "y")
+    assert not bench.engine.aborted
 
 
 async def test_late_end_of_an_aborted_request_is_not_that_of_the_next_one_with_its_id(bench: Bench) -> None:
@@ -296,7 +321,7 @@ async def test_drain_refuses_new_requests_says_so_and_waits_for_the_old(bench: B
     assert (await router.frame()).load.draining
     await router.send(submit=submit("late"))
     (told,) = (await router.frame()).outputs
-    assert told.failed.code == grpc.StatusCode.UNAVAILABLE.value[0]
+    assert (told.request_id, told.failed.code) == ("late", grpc.StatusCode.UNAVAILABLE.value[0])
     assert not drained.done()
     bench.server.on_step(bench.engine.step(RequestOutput(request_id=engine_id, finish=DONE)))
     await asyncio.wait_for(drained, 120)
