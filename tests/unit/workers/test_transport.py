@@ -388,6 +388,32 @@ def test_a_slow_rank_is_an_error_that_names_it() -> None:
     leader.close()
 
 
+def test_a_rank_that_answers_late_but_in_time_is_waited_for() -> None:
+    leader = LeaderLink(HOST, [1])
+    is_waited_for = threading.Event()
+    output = ModelOutput(1, [1], [5])
+
+    def run() -> None:
+        with RankLink(leader.endpoints[1], 1) as link:
+            link.report(0, 120.0)
+            is_waited_for.wait(120)
+            link.send_output(output)
+            link.receive_plan()
+
+    in_thread(run)
+    leader.gather(120.0)
+    leader.proceed(0)
+    check = leader.check
+
+    def look() -> None:
+        check()
+        is_waited_for.set()
+
+    leader.check = look  # type: ignore[method-assign]
+    assert leader.receive_output(1, 120.0) == output
+    leader.close()
+
+
 def test_a_rank_that_never_comes_is_named() -> None:
     leader = LeaderLink(HOST, [1, 2])
     with pytest.raises(GroupFailedError, match=r"ranks \[1, 2\] did not start within 0 s"):
