@@ -13,7 +13,6 @@ import math
 import multiprocessing
 import re
 import statistics
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.free_ports import serve_command
 from bench.load.arrivals import OpenLoop
 from bench.load.datasets import DatasetKind, DatasetOptions, make_sessions, take_calls
 from bench.load.engine_run import run_engine
@@ -39,7 +39,6 @@ from workers.cores import give_way
 from workers.engine_builder import build_engine
 from workers.request import SamplingParams
 
-_OTHER_PORTS = ("--http-port", "0", "--metrics-port", "0", "--control-port", "0")
 _READY_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 30.0
 
@@ -152,8 +151,7 @@ def _run_engine(connection: "Connection[float, tuple[DatasetKind, int]]", folder
 
 def _service(folder: Path) -> AbstractContextManager[PausedService]:
     """Return a `weft serve` of its own, on free ports."""
-    command = [sys.executable, "-m", "cluster.cli", "serve", str(folder), "--port", "0", *_OTHER_PORTS]
-    return start_service(command, _find_grpc, timeout_s=_READY_TIMEOUT_S)
+    return start_service(serve_command(folder), _find_grpc, timeout_s=_READY_TIMEOUT_S)
 
 
 def _find_grpc(said: str) -> str | None:

@@ -14,7 +14,6 @@ by default, whatever PYTHONDONTWRITEBYTECODE says here. Linux only.
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,11 +27,11 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from bench.free_ports import free_port, serve_command
 from bench.machine import cpu_time
 from bench.result_line import end_with_line
 from bench.script import count, make_parser, run_script
 
-_ANY_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0", "--control-port", "0")
 _READY = "Stop it with"
 _PROCESSES = {
     "Ray's head runs": "gcs_server --",
@@ -77,7 +76,7 @@ def main() -> None:
 
 
 def _round(args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-m", "cluster.cli", "serve", args.model, *_ANY_PORTS]
+    command = serve_command(args.model)
     if not args.new_ray:
         command += [] if args.ray_address is None else ["--ray-address", args.ray_address]
         seen = _start(command)
@@ -98,7 +97,7 @@ def _new_ray() -> Iterator[str]:
     """Yield a Ray head on loopback, ended with everything that it has started."""
     os.environ.update(_RAY_ENVIRONMENT)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        port, client_port = _free_port(), _free_port()
+        port, client_port = free_port("127.0.0.2"), free_port("127.0.0.2")
         command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--include-dashboard=false"]
         command += [f"--port={port}", f"--ray-client-server-port={client_port}", "--node-ip-address=127.0.0.2"]
         with subprocess.Popen([*command, f"--temp-dir={folder}"], stdout=subprocess.DEVNULL) as process:
@@ -111,13 +110,6 @@ def _new_ray() -> Iterator[str]:
         for pid, line in _commands(_pids()).items():
             if folder in line:
                 os.kill(int(pid), signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.2", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _start(command: list[str]) -> dict[str, float]:

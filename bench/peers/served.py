@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import re
-import socket
 import statistics
 import sys
 import urllib.request
@@ -28,6 +27,7 @@ from weft.tokenizer.errors import TokenizerError
 from weft.tokenizer.load import load_tokenizer
 
 from bench.errors import BenchConfigError, BenchError
+from bench.free_ports import free_port, serve_command
 from bench.load.arrivals import Load
 from bench.load.datasets import DatasetOptions
 from bench.load.flag_groups import LoadFlags
@@ -48,7 +48,6 @@ from workers.cores import give_way
 _VLLM = "vllm"
 _READY_TIMEOUT_S = 900.0
 """vLLM compiles when it first sees a model."""
-_ANY_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0", "--control-port", "0")
 _NUM_WARMUP = 16
 _MIN_KNOWN = 0.9
 """Share of the model's tokens that its tokenizer must know."""
@@ -206,7 +205,7 @@ def _ask(service: PausedService, options: Options, load: Load, *, seed: int, num
 
 
 def _start_weft(options: Options) -> AbstractContextManager[PausedService]:
-    command = [sys.executable, "-m", "cluster.cli", "serve", str(options.model), "--dtype", options.dtype, *_ANY_PORTS]
+    command = [*serve_command(options.model), "--dtype", options.dtype]
     command += ["--max-num-seqs", str(options.max_num_seqs), "--max-context", str(options.max_context)]
     return start_service(command, _find_http, timeout_s=_READY_TIMEOUT_S)
 
@@ -219,7 +218,7 @@ def _find_http(said: str) -> str | None:
 
 def _start_vllm(options: Options) -> AbstractContextManager[PausedService]:
     cores = sorted(os.sched_getaffinity(0))
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     command = [options.vllm.command[0], "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
     command += ["--dtype", options.dtype, "--enable-prefix-caching", "--max-num-seqs", str(options.max_num_seqs)]
     command += ["--max-model-len", str(options.max_context), "--host", "127.0.0.1", "--port", address.split(":")[1]]
@@ -240,13 +239,6 @@ def _answers(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _vocab_size(model: Path) -> int:
