@@ -21,7 +21,8 @@ from parallel.errors import DeviceError
 from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, Kernels, LayerCache, RunLayers
 from parallel.kernels.inductor_tape import Tape
 from parallel.kernels.linears import PackedExperts, PackedLinear
-from parallel.kernels.native.build import cpu_features, default_cache
+from parallel.kernels.native.build import cpu_features
+from parallel.kernels.native.cache import default_cache
 from parallel.kernels.reference import ReferenceKernels, ReferenceLinear
 from parallel.mesh import Axis
 

@@ -1,6 +1,6 @@
 """Compiles the C++ kernels for this machine, once: the library stays in the user's cache, keyed by what it depends on.
 
-Knows compilers and files; what the library offers is in library.py.
+Knows compilers and files; where the cache is, is in cache.py, what the library offers in library.py.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parallel.errors import DeviceError
+from parallel.kernels.native.cache import default_cache
 
 SOURCES = Path(__file__).parent
 NUMBERS = ("bfloat16", "float16", "float32")
@@ -57,13 +58,12 @@ def build_library(cache: Path | None = None, *, numbers: str = "bfloat16") -> Pa
     DeviceError when there is no compiler, it fails, or the cache cannot be written.
     """
     compiler = find_compiler()
-    cache = cache or default_cache()
     flags = _flags(numbers)
-    library = cache / f"weft_kernels_{_key(compiler, flags)}.so"
+    name = f"weft_kernels_{_key(compiler, flags)}.so"
+    library = (cache or default_cache(lambda folder: _is_whole(folder / name))) / name
     try:
         if _is_whole(library):
             return library
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(library.with_suffix(".lock")) as failure:
             if not _is_whole(library):
                 if failure:
@@ -72,9 +72,7 @@ def build_library(cache: Path | None = None, *, numbers: str = "bfloat16") -> Pa
                     logger.warning("compiling the CPU kernels again: %s is damaged", library)
                 _build(compiler, flags, library)
     except OSError as error:
-        raise DeviceError(
-            f"compiled kernels cannot be kept in {cache}: {error}; allowed: a home folder that can be written"
-        ) from error
+        raise DeviceError(f"compiled kernels cannot be kept: {error}") from error
     return library
 
 
@@ -146,14 +144,6 @@ def find_compiler() -> list[str]:
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "c++"]
     raise DeviceError(f"no C++ compiler; wanted: {', '.join(COMPILERS)} on the path, or the Python package ziglang")
-
-
-def default_cache() -> Path:
-    """A folder of this user's own: what lies in it is loaded as code. Raises DeviceError for a user without a home."""
-    try:
-        return Path.home() / ".cache" / "weft"
-    except RuntimeError as error:
-        raise DeviceError("this user has no home folder to keep compiled kernels in; allowed: HOME says one") from error
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], folder: Path) -> list[str]:

@@ -129,7 +129,7 @@ def test_a_compilation_that_fails_is_not_begun_again(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
     monkeypatch.setattr(build, "_key", lambda compiler, flags: "key")
-    monkeypatch.setattr(build, "default_cache", lambda: tmp_path)
+    monkeypatch.setattr(build, "default_cache", lambda holds: tmp_path)
     monkeypatch.setattr(build, "_build", fail)
     stats = RankStats()
     config = EngineConfig(
