@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _PIPES: list[int] = []  # the handler writes for as long as the process lives
 
@@ -39,7 +39,7 @@ def on_sigterm(callback: Callable[[], None]) -> None:
 
 @contextmanager
 def signals_as_interrupts() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into KeyboardInterrupt."""
+    """Turn SIGINT, SIGTERM, and SIGHUP (a terminal that is closed) into KeyboardInterrupt; SIGHUP not under nohup."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -57,7 +57,7 @@ def deaf_to_signals() -> Iterator[None]:
 
 @contextmanager
 def own_signals_kept() -> Iterator[None]:
-    """Put back the handlers that this process had set for SIGINT and SIGTERM, after Ray has set its own.
+    """Put back the handlers that this process had set for these signals, after Ray has set its own.
 
     Ray's handlers raise SystemExit, with one code or another; here it becomes the KeyboardInterrupt of these handlers.
     """
@@ -75,7 +75,9 @@ def own_signals_kept() -> Iterator[None]:
 @contextmanager
 def _handlers(handler: _Handler) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in _ENDING}
-    _set(dict.fromkeys(_ENDING, handler))
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    _set(dict.fromkeys(before, handler))
     try:
         yield
     finally:

@@ -47,12 +47,22 @@ class InterruptedService:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_either_signal_is_an_interrupt(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_is_an_interrupt(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with signals_as_interrupts(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
     assert signal.getsignal(number) == before
+
+
+def test_a_closed_terminal_ends_nothing_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_as_interrupts():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
