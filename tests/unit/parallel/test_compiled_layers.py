@@ -55,7 +55,6 @@ def _same_threads_after() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize("recorded", [0, 3], ids=["chunks", "one-token"])
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize(
     ("int8_linears", "int8_cache", "dtype"),
@@ -71,27 +70,27 @@ def _same_threads_after() -> Iterator[None]:
     ids=["bfloat16", "int8", "int8-cache", "float16", "float16-int8", "float32", "float32-int8"],
 )
 def test_compiled_layers_give_the_same_bits(
-    name: str, recorded: int, int8_linears: bool, int8_cache: bool, dtype: torch.dtype, tmp_path: Path
+    name: str, int8_linears: bool, int8_cache: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     if int8_cache and not has_dot_products(NativeCpuKernels.build(), is_int8=True):
         pytest.skip("this CPU has no dot products of 8 bits: single operations leave chunks to torch")
     int8_cache = int8_cache and "kv_lora_rank" not in COMPILED[name]
     config = CONFIG | COMPILED[name] | ({"head_dim": 64} if int8_cache else {})
-    decoders = [
-        load(tmp_path / "model", config, build(kind, dtype), int8_linears=int8_linears, int8_cache=int8_cache)
-        for kind in (NativeCpuKernels, EagerKernels)
-    ]
-    caches = [filled_caches(decoder, 120) for decoder in decoders]
-    for spans in [STEPS[recorded], *STEPS]:  # the first one is recorded, and compared as well
-        meta = make_meta(sorted(spans, key=lambda span: span[0] != 1), block_size=BLOCK_SIZE, num_blocks=120)
-        fast, eager = (run(decoder, of, meta) for decoder, of in zip(decoders, caches, strict=True))
-        assert torch.equal(fast, eager)
-        assert fast.isfinite().all()
-    for one, other in zip(*caches, strict=True):
-        assert torch.equal(one.k_BPKH, other.k_BPKH)
-        assert torch.equal(one.v_BPKH, other.v_BPKH)
+    in_8_bits = {"int8_linears": int8_linears, "int8_cache": int8_cache}
+    eager = load(tmp_path / "model", config, build(EagerKernels, dtype), **in_8_bits)
     is_compiled = not int8_linears or bool(NativeCpuKernels.build()._int8)  # a CPU may multiply no vectors of 8 bits
-    assert (compiled(decoders[0])._program is not None) == is_compiled
+    for recorded in (STEPS[0], STEPS[3]):  # chunks, and one token
+        fast = load(tmp_path / "model", config, build(dtype=dtype), **in_8_bits)
+        caches = [filled_caches(decoder, 120) for decoder in (fast, eager)]
+        for spans in [recorded, *STEPS]:  # the first one is recorded, and compared as well
+            meta = make_meta(sorted(spans, key=lambda span: span[0] != 1), block_size=BLOCK_SIZE, num_blocks=120)
+            one, other = (run(decoder, of, meta) for decoder, of in zip((fast, eager), caches, strict=True))
+            assert torch.equal(one, other), (recorded, spans)
+            assert one.isfinite().all()
+        for mine, its in zip(*caches, strict=True):
+            assert torch.equal(mine.k_BPKH, its.k_BPKH)
+            assert torch.equal(mine.v_BPKH, its.v_BPKH)
+        assert (compiled(fast)._program is not None) == is_compiled
 
 
 def test_layers_that_rotate_may_follow_one_that_does_not(tmp_path: Path) -> None:
@@ -401,15 +400,9 @@ def test_another_dtype_is_left_alone(tmp_path: Path) -> None:
         "latents, experts in groups",
     ],
 )
-@pytest.mark.parametrize("chunks", [[600], [1, 599], [64, 64, 472], [333, 1, 1, 265], [560, *[1] * 40]], ids=len)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_bit_depends_on_how_a_prompt_is_cut(
-    chunks: list[int],
-    changes: dict[str, Any],
-    int8_linears: bool,
-    int8_cache: bool,
-    dtype: torch.dtype,
-    tmp_path: Path,
+    changes: dict[str, Any], int8_linears: bool, int8_cache: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     kernels = build(dtype=dtype)
     if not has_dot_products(kernels):
@@ -418,7 +411,8 @@ def test_no_bit_depends_on_how_a_prompt_is_cut(
         pytest.skip("this CPU has no dot products of 8 bits; chunks are torch's")
     decoder = load(tmp_path / "model", CONFIG | changes, kernels, int8_linears=int8_linears, int8_cache=int8_cache)
     expected = _prefill(decoder, [599, 1])
-    assert torch.equal(_prefill(decoder, chunks)[-1], expected[-1])
+    for chunks in ([600], [1, 599], [64, 64, 472], [333, 1, 1, 265], [560, *[1] * 40]):
+        assert torch.equal(_prefill(decoder, chunks)[-1], expected[-1]), chunks
 
 
 def _prefill(decoder: Decoder, chunks: Sequence[int]) -> Tensor:
