@@ -1,6 +1,7 @@
 """What a rank holds while it loads: never more than its own weights and a tenth, pages of mapped files included."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,25 +63,29 @@ print(json.dumps({"own": own, "peak": peak, "kept": kept}))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 350 MB in float32, and a small one, in both formats."""
+    """A model of 350 MB in float32, and a small one, in both formats; others in one."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {
         "small": {"num_hidden_layers": 1, "vocab_size": 64},
         "large": {},
         "tied": {"tie_word_embeddings": True, "vocab_size": 2 * 6144},
-        "stored-twice": {"tie_word_embeddings": True, "vocab_size": 2 * 6144},
     }
     for name, values in sizes.items():
-        source, pickled = folder / f"{name}-safetensors", folder / f"{name}-bin"
-        write_random_model(source, CONFIG | values, 0, torch.float32)
-        if name == "stored-twice":
-            tensors = load_file(source / SAFETENSORS.single)
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-            save_file(tensors, source / SAFETENSORS.single)
-        pickled.mkdir()
-        (pickled / "config.json").write_text((source / "config.json").read_text())
-        torch.save(load_file(source / SAFETENSORS.single), pickled / PICKLED.single)
+        write_random_model(folder / f"{name}-safetensors", CONFIG | values, 0, torch.float32)
+    for name in ("small", "large"):
+        tensors = _begin_copy(folder / f"{name}-safetensors", folder / f"{name}-bin")
+        torch.save(tensors, folder / f"{name}-bin" / PICKLED.single)
+    tensors = _begin_copy(folder / "tied-safetensors", folder / "stored-twice-safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "stored-twice-safetensors" / SAFETENSORS.single)
     return folder
+
+
+def _begin_copy(source: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """A new folder with the config of that model, whose tensors are to be written there."""
+    folder.mkdir()
+    shutil.copy2(source / "config.json", folder)
+    return load_file(source / SAFETENSORS.single)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to reset the peak of memory")
