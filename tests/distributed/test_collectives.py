@@ -41,8 +41,13 @@ def test_all_reduce_gives_every_rank_the_same_sum(
     torch.testing.assert_close(results[0].double(), expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
+def _of_rank(rank: int) -> torch.Tensor:
+    """Numbers that do not lie in the order of memory."""
+    return (10.0 * rank + torch.arange(6.0)).view(3, 2).t()
+
+
 def _join_ranks(mesh: Mesh, dim: int) -> torch.Tensor | None:
-    return gather_to_first(torch.full((2, 3), float(mesh.tp.rank)), mesh.tp, dim)
+    return gather_to_first(_of_rank(mesh.tp.rank), mesh.tp, dim)
 
 
 def _join_ranks_by_gloo(mesh: Mesh, dim: int) -> torch.Tensor | None:
@@ -54,12 +59,13 @@ def _join_ranks_by_gloo(mesh: Mesh, dim: int) -> torch.Tensor | None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gather_joins_in_rank_order_on_the_first(gloo_pool: GlooPool, dim: int, run: Callable[..., Any]) -> None:
     on_first, *on_others = gloo_pool.run(run, dim, tp=3)
-    assert torch.equal(on_first, torch.cat([torch.full((2, 3), float(rank)) for rank in range(3)], dim))
+    assert torch.equal(on_first, torch.cat([_of_rank(rank) for rank in range(3)], dim))
     assert on_others == [None, None]
 
 
 def _every_kind(mesh: Mesh) -> tuple[float, dict[str, int]]:
-    told = broadcast(torch.tensor([float(mesh.rank)]), mesh.tp)
+    told = torch.tensor([float(mesh.rank)])
+    assert broadcast(told, mesh.tp) is told
     total = all_reduce(all_reduce(torch.ones(1), mesh.tp), mesh.tp)
     assert float(total) == 4.0
     gather_to_first(torch.ones(1), mesh.tp)
