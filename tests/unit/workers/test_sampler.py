@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.plans import make_plan
 from helpers.sampling_cases import NOISE_ENDS
-from weft.limits import MAX_TEMPERATURE
+from weft.limits import MAX_LOGPROBS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TEMPERATURE
 
 from parallel.device.cpu import CpuDevice
 from parallel.kernels.sampling import edit_in_torch, gumbel
@@ -247,6 +247,33 @@ def test_values_that_would_reach_the_rows_of_others_or_cost_too_much_are_refused
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"),
+    [
+        ("temperature", (0.0, MAX_TEMPERATURE), (-0.1, math.nan)),
+        ("top_p", (1e-9, 1.0), (0.0, 1.1, math.nan)),
+        ("top_k", (0, 2**31), (-1, 2**31 + 1)),
+        ("min_p", (0.0, 1.0), (-0.1, 1.1, math.nan)),
+        ("seed", (0, 2**64 - 1), (-1, 2**64)),
+        ("presence_penalty", (-2.0, 2.0), (-2.1, 2.1, math.nan)),
+        ("frequency_penalty", (-2.0, 2.0), (-2.1, 2.1, math.nan)),
+        ("max_tokens", (1, 2**31), (0, 2**31 + 1)),
+        ("min_tokens", (0, 16), (-1, 17)),  # max_tokens is 16
+        ("logprobs", (0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
+        ("stop_token_ids", ((0,) * MAX_STOP_TOKEN_IDS,), ()),
+        ("stop", (("a",) * MAX_STOP_STRINGS, ("a" * MAX_STOP_STRING_CHARS,)), ()),
+    ],
+)
+def test_each_parameter_may_be_at_either_end_of_its_range_and_not_beyond(
+    name: str, allowed: tuple[Any, ...], refused: tuple[Any, ...]
+) -> None:
+    for value in allowed:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(InvalidRequestError, match=f"{name} is {value}; allowed: "):
+            SamplingParams(**{name: value})
 
 
 def test_the_highest_temperature_makes_all_tokens_alike() -> None:
