@@ -48,7 +48,9 @@ KEY_BYTES = 2 * 2 * 4 * 4
 """Of one token in one layer: keys and values of two heads of four, float32."""
 
 
-def make_decoder(config: dict[str, Any], mesh: Mesh | None = None, *, expert_parallel: bool = False) -> Decoder:
+def make_decoder(
+    config: dict[str, Any], mesh: Mesh | None = None, *, expert_parallel: bool = False, int8_linears: bool = False
+) -> Decoder:
     """Of no weights."""
     return Decoder(
         describe_config({**CONFIG, **config}, source="test"),
@@ -57,6 +59,7 @@ def make_decoder(config: dict[str, Any], mesh: Mesh | None = None, *, expert_par
         dtype=torch.float32,
         kernels=ReferenceKernels(),
         expert_parallel=expert_parallel,
+        int8_linears=int8_linears,
     )
 
 
@@ -111,6 +114,33 @@ def test_attention_over_latents_counts_as_it_is_done() -> None:
     # of each head a score of the latent and of what is rotated, and its part in the sum of latents
     assert description.seen_flops == 2 * description.num_heads * (latent.rank + latent.rotary_dim + latent.rank)
     assert ModelCost.of(description, torch.float32).attention_flops == description.seen_flops
+
+
+@pytest.mark.parametrize("int8_linears", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_step_reads_the_layers_and_the_head(is_tied: bool, int8_linears: bool) -> None:
+    """Those of CONFIG; in 8 bits all but the norms."""
+    sizes = make_decoder({"tie_word_embeddings": is_tied}, int8_linears=int8_linears).weight_sizes
+    linears, head, norms = 2 * (4 * 8 * 8 + 3 * 8 * 16), 32 * 8, (2 * 2 + 1) * 8
+    assert (sizes.matrix_elements, sizes.head_elements) == (linears, head)
+    assert sizes.always_bytes == (linears + head) * (1 if int8_linears else 4) + norms * 4
+    assert sizes.num_parameters == linears + norms + head * (1 if is_tied else 2)
+    assert sizes.expert_bytes == 0
+
+
+@pytest.mark.parametrize("int8_linears", [False, True])
+def test_a_step_reads_the_router_whole_and_the_experts_that_are_chosen(int8_linears: bool) -> None:
+    """Router, norms and biases are never in 8 bits."""
+    config = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+    sizes = make_decoder(config, int8_linears=int8_linears).weight_sizes
+    matrix_bytes = 1 if int8_linears else 4
+    linears, head, norms = 2 * 4 * 8 * 8, 32 * 8, (2 * 2 + 1) * 8
+    router, biases, sinks = 2 * 4 * 8, 2 * (4 + 4 * 8), 2 * 2
+    always = (linears + head) * matrix_bytes + (norms + router + biases + sinks) * 4
+    assert sizes.always_bytes == always
+    assert sizes.expert_bytes == 2 * 4 * (3 * 8 * 16 * matrix_bytes + (2 * 16 + 8) * 4)
+    assert sizes.bytes_read(0) == always
+    assert sizes.bytes_read(1) == always + sizes.expert_bytes / 2
 
 
 class ScreenedHead:
