@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.gloo_pool import GlooPool
 from helpers.paged_layout import make_meta
 from helpers.weights import fill
@@ -306,6 +307,32 @@ def _send_ahead(mesh: Mesh, num_batches: int) -> list[tuple[int, float]]:
 def test_batches_in_flight_arrive_whole_and_in_order(gloo_pool: GlooPool) -> None:
     expected = [(1 + batch * 100, float(batch)) for batch in range(20)]
     assert gloo_pool.run(_send_ahead, 20, pp=3) == [[], expected, expected]
+
+
+def _run_ahead(mesh: Mesh) -> int:
+    """The first stage sends as many batches as there are stages, and one more when the oldest is received."""
+    link = StageLink(mesh, hidden_size=8, dtype=torch.float32, device=CPU)
+    batch = torch.ones(2, 8)
+    if mesh.is_first_stage:
+        for _ in range(mesh.pp.size):
+            link.send(batch)
+        dist.barrier()
+        dist.barrier()
+        link.send(batch)
+        dist.barrier()
+        link.flush()
+    else:
+        dist.barrier()
+        link.recv(2)
+        dist.barrier()
+        dist.barrier()
+        for _ in range(mesh.pp.size):
+            link.recv(2)
+    return mesh.pp.counts["send"] + mesh.pp.counts["recv"]
+
+
+def test_a_stage_waits_for_none_but_the_oldest_of_as_many_batches_as_stages(gloo_pool: GlooPool) -> None:
+    assert gloo_pool.run(_run_ahead, pp=2, timeout_s=20) == [3, 3]
 
 
 def _neighbour_dies(mesh: Mesh, dead_stage: int) -> str:
