@@ -115,6 +115,20 @@ async def test_model_without_replicas_leaves_the_others_their_places(control: Fa
             await asyncio.gather(*asking, return_exceptions=True)
 
 
+async def test_one_request_of_a_model_is_held_where_there_are_more_models_than_places(control: FakeControl) -> None:
+    control.set_replicas({}, models=("tiny", "gone"))
+    config = router_config(
+        control=control.address, failover=QUICK, admission=AdmissionConfig(max_in_flight=1, max_queued=0)
+    )
+    async with running_router(config) as router:
+        await router.wait_ready(0)
+        request = text_request("hello")
+        request.model = "gone"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.generate(request)
+        assert error.value.details() == "no replica of model 'gone' was ready for 0.2 s"
+
+
 async def test_router_is_ready_where_a_replica_would_be_started(control: FakeControl) -> None:
     control.set_replicas({}, starts_on_demand=True)
     async with running_router(router_config(control=control.address, http_port=0)) as router:
