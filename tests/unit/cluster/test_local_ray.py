@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
-from helpers.polling import until
+from helpers.polling import GUARD_S, until
 from ray._private.authentication import authentication_token_setup
 
 from cluster import local_ray
@@ -281,13 +281,16 @@ def test_a_ray_that_does_not_come_up_is_started_again(num_failures: int, monkeyp
 
 
 _START_ONE = """
-import os
+import os, time
+from pathlib import Path
 from cluster import local_ray
 
 forks = []
 os.register_at_fork(before=lambda: forks.append(1))
 with local_ray._only_what_is_used(log_to_driver=False):
-    process = local_ray.ray_services.start_ray_process(["/bin/sleep", "100"], "raylet", fate_share=True).process
+    process = local_ray.ray_services.start_ray_process(["/bin/sleep", "300"], "raylet", fate_share=True).process
+while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\\n":
+    time.sleep(0.001)  # until then nothing ends it
 print(process.pid, len(forks), os.getsid(process.pid) == process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -305,7 +308,8 @@ def has_ended(pid: str) -> bool:
 def test_processes_of_ray_begin_without_a_fork_and_end_with_this_one(has_setpriv: bool, tmp_path: Path) -> None:
     """In a fork gRPC's threads may abort."""
     environment = os.environ if has_setpriv else {**os.environ, "PATH": str(tmp_path)}
-    told = subprocess.run([sys.executable, "-c", _START_ONE], env=environment, stdout=subprocess.PIPE, text=True).stdout
+    command = [sys.executable, "-c", _START_ONE]
+    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=GUARD_S).stdout
     pid, num_forks, has_own_group = told.split()
     assert (num_forks, has_own_group) == ("0" if has_setpriv and shutil.which("setpriv") else "1", "True")
     asyncio.run(until(lambda: has_ended(pid)))
