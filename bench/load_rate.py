@@ -4,13 +4,14 @@ python -m bench.load_rate [FOLDER] [--rounds 5] [--dtype bfloat16]
 
 Each round: the files read in order by four threads with an empty page cache, which is the disk's rate; the model loaded
 with an empty page cache, and again with a full one; as many bytes copied from memory to new memory, which is the least
-that loading has to do. Each load is a process of its own, as a rank is; imports do not count. Linux only.
+that loading has to do. Each is a process of its own, as a rank is; imports do not count. They come between a page
+cache's emptying and its filling for all alike: a virtual machine's host takes back the memory meanwhile, and gives it
+anew at a rate of its own. Linux only.
 """
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,16 +29,25 @@ from parallel.weight_index import FORMATS
 _NUM_READERS = 4
 _BLOCK_BYTES = 1 << 20
 
-_LOAD = """
+_IMPORTS = """
 import sys, time
 from pathlib import Path
 from cluster.imports import import_for_good
 import_for_good("parallel.checkpoint", "parallel.kernels.select")
 import torch
+from bench.load_rate import read_files
 from parallel.checkpoint import load_decoder
 from parallel.kernels.select import select_kernels
 from parallel.mesh import Mesh
+"""
 
+_READ = f"""{_IMPORTS}
+start_s = time.perf_counter()
+read_files([Path(name) for name in sys.argv[1:]])
+print(time.perf_counter() - start_s)
+"""
+
+_LOAD = f"""{_IMPORTS}
 folder, dtype, device = Path(sys.argv[1]), getattr(torch, sys.argv[2]), torch.device("cpu")
 kernels = select_kernels(device, dtype)
 start_s = time.perf_counter()
@@ -69,7 +79,7 @@ def main() -> None:
     if not files:
         sys.exit(f"{args.folder} has no weights")
     steps: dict[str, Callable[[], float]] = {
-        "disk": lambda: _cold(files, lambda: _read(files)),
+        "disk": lambda: _cold(files, lambda: _run(_READ, *files)),
         "load, empty page cache": lambda: _cold(files, lambda: _run(_LOAD, args.folder, args.dtype)),
         "load, full page cache": lambda: _run(_LOAD, args.folder, args.dtype),
         "copy to new memory": lambda: _run(_COPY, num_bytes),
@@ -95,8 +105,8 @@ def _cold(files: Sequence[Path], step: Callable[[], float]) -> float:
     return step()
 
 
-def _read(files: Sequence[Path]) -> float:
-    start_s = time.perf_counter()
+def read_files(files: Sequence[Path]) -> None:
+    """Read files whole, one after the other."""
     for file in files:
         descriptor, size = os.open(file, os.O_RDONLY), file.stat().st_size
 
@@ -108,7 +118,6 @@ def _read(files: Sequence[Path]) -> float:
         with ThreadPoolExecutor(_NUM_READERS) as readers:
             list(readers.map(read, range(0, _NUM_READERS * _BLOCK_BYTES, _BLOCK_BYTES)))
         os.close(descriptor)
-    return time.perf_counter() - start_s
 
 
 def _run(script: str, *arguments: object) -> float:
