@@ -12,6 +12,8 @@ from parallel.position_description import MAX_INT32
 _COUNTED = ("num_hidden_layers", "num_attention_heads", "first_k_dense_replace")
 _MAX_COUNTED = 1 << 14
 """Most layers and heads: they are described one by one, before anything is compared with the weights."""
+_MAX_NUMBER = 3.4e38
+"""The largest of float32, in which models compute; products of two have room in Python's own numbers."""
 
 
 class Fields:
@@ -155,8 +157,10 @@ class Fields:
                 number = float(value)
             except OverflowError:  # of an integer
                 number = math.inf
-            if 0 < number < math.inf:
+            if 0 < number <= _MAX_NUMBER:
                 return number
+            if _MAX_NUMBER < number < math.inf:
+                raise self._error(name, value, f"a number of at most {_MAX_NUMBER}")
         raise self._error(name, value, "a finite number more than 0")
 
     def _error(self, name: str, value: object, allowed: str) -> ConfigError:

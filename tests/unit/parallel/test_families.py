@@ -168,7 +168,8 @@ def test_decoder_names_become_names_of_the_checkpoint() -> None:
             {"rope_scaling": {"type": "linear", "factor": 1e9}},
             "max_context is 256000000000; allowed: at most 2147483647",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, r"rotary factor is 1e\+308; allowed: at most 2147483647"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e38}}, r"rotary factor is 1e\+38; allowed: at most 2147483647"),
+        ({"rope_theta": 1e300}, r"rope_theta is 1e\+300; allowed: a number of at most 3\.4e\+38"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(values: dict[str, Any], message: str) -> None:
