@@ -73,8 +73,8 @@ def read_text_files(folder: Path) -> Iterator[tuple[str, bytes]]:
         for file in sorted({file for pattern in _small_files() for file in folder.glob(pattern)}):
             if file.is_file() and not file.name.endswith(".index.json"):
                 yield file.name, file.read_bytes()
-    except OSError as error:
-        raise ModelNotFoundError(f"{error.filename} cannot be read: {error.strerror}") from error
+    except OSError as error:  # which knows no name where it comes of reading
+        raise ModelNotFoundError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
 
 
 def _fetch(hub_id: str, commit: str | None) -> Path:
@@ -126,10 +126,21 @@ def _readable(source: str) -> Iterator[None]:
 
 def _require_config(folder: Path, source: str) -> Path:
     with _readable(source):
+        _check_links(folder, source)
         mode = _mode_of(folder / "config.json")
     if mode is None or not S_ISREG(mode):
         raise ModelNotFoundError(f"model {source!r}: {folder} has no config.json; allowed: {_ALLOWED}")
     return folder
+
+
+def _check_links(folder: Path, source: str) -> None:
+    """Refuse links that lead nowhere, as a copy of a folder of the hub's cache has them: their files would be taken for
+    such as this model has not, and it would be served without its chat template, say."""
+    for file in folder.iterdir():
+        if file.is_symlink() and any(map(file.match, _small_files())) and _mode_of(file) is None:
+            raise ModelNotFoundError(
+                f"model {source!r}: {file} is a link to {file.readlink()}, which is not there; allowed: the file itself"
+            )
 
 
 def _mode_of(path: Path) -> int | None:

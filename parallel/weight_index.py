@@ -40,6 +40,9 @@ def find_weights(folder: Path) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
+    for name in names:
+        if (folder / name).is_symlink():
+            raise CheckpointError(f"{folder / name} is a link to {(folder / name).readlink()}, which is no file")
     raise CheckpointError(f"{folder} has no weights; looked for {', '.join(names)}")
 
 

@@ -77,8 +77,10 @@ class ModelTokenizer:
                 eos_token=loaded.special_tokens.get("eos_token"),
                 digest=_digest(folder, defaults),
             )
-        except (TokenizerError, OSError) as error:
+        except TokenizerError as error:
             raise ModelFilesError(str(error)) from error
+        except OSError as error:  # which knows no name where it comes of reading
+            raise ModelFilesError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text.

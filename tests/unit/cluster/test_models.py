@@ -6,7 +6,7 @@ import pytest
 
 from cluster import models
 from cluster.errors import ModelNotFoundError
-from cluster.models import absolute_source, resolve_model
+from cluster.models import absolute_source, read_text_files, resolve_model
 
 
 @pytest.fixture
@@ -58,6 +58,27 @@ def test_file_in_place_of_a_folder_is_refused(folder: Path) -> None:
 def test_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "qwen.tiktoken"])
+def test_a_link_that_leads_nowhere_is_no_file_that_the_model_lacks(folder: Path, name: str) -> None:
+    (folder / "README.md").symlink_to("../blobs/0")  # nobody reads it
+    assert resolve_model(str(folder)) == folder.resolve()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/1")
+    with pytest.raises(ModelNotFoundError, match=rf"{name} is a link to \.\./blobs/1, which is not there; allowed"):
+        resolve_model(str(folder))
+
+
+def test_a_folder_with_a_file_that_is_damaged_on_the_disk_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with pytest.raises(ModelNotFoundError, match=f"{folder} cannot be read: Input/output error"):
+        list(read_text_files(folder))
 
 
 @pytest.mark.parametrize("source", ["~nosuchuser/x", "~a\0b", "a" * 300])

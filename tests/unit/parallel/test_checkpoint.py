@@ -568,6 +568,13 @@ def test_folder_without_weights_is_refused(folder: Path) -> None:
         _load(folder)
 
 
+def test_weights_that_are_a_link_to_nowhere_are_named(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    (folder / SINGLE_FILE).symlink_to("../blobs/1")
+    with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE} is a link to \.\./blobs/1, which is no file"):
+        _load(folder)
+
+
 def test_missing_shard_is_named(folder: Path) -> None:
     _shard(folder)
     (folder / "part-1.safetensors").unlink()

@@ -517,14 +517,18 @@ def test_broken_folder_is_named(files: dict[str, str], config: dict[str, Any], s
     assert said in str(caught.value)
 
 
-def test_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("knows_name", [True, False])  # what fails in reading, as on a damaged disk, knows none
+def test_file_that_cannot_be_read_is_named_or_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_name: bool
+) -> None:
     folder = make_folder(tmp_path, generation_config__json="{}")
 
     def refuse(file: Path, **_: object) -> str:
-        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        raise OSError(errno.EIO, "Input/output error", *([str(file)] if knows_name else []))
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ModelFilesError, match=r"Permission denied: .*config\.json"):
+    name = r"/\w+config\.json" if knows_name else ""
+    with pytest.raises(ModelFilesError, match=rf"{folder}{name} cannot be read: Input/output error"):
         ModelTokenizer.from_folder(folder)
 
 
