@@ -46,6 +46,7 @@ from parallel.families.registry import describe_model
 from parallel.kernels.base import Kernels
 from parallel.kernels.choice import check_int8_cache
 from parallel.kernels.inductor import InductorKernels
+from parallel.kernels.native.cache import choose_triton_cache
 from parallel.kernels.select import choose_dtype, has_attention, select_kernels
 from parallel.mesh import Mesh
 from parallel.one_shot import OneShotAllReduce
@@ -299,6 +300,8 @@ def _load(
     dtype = _DTYPES[agree(_DTYPES.index(choose_dtype(config.dtype, folder, device, config.kernels)))]
     config = replace(config, attention_backend=_choose_attention(config, device.torch_device, agree))
     with _refusing_settings():
+        if device.torch_device.type == "cuda":
+            os.environ.update(choose_triton_cache(os.environ))
         if config.cache.dtype == "int8":
             check_int8_cache(device.torch_device.type, describe_model(folder), block_size=config.cache.block_size)
         kernels = _select_kernels(config, device.torch_device, dtype)

@@ -1,13 +1,13 @@
 """The folder of this user's own where compiled code is kept: what lies there is loaded.
 
-Knows folders; what is kept in them is in build.py and inductor.py.
+Knows folders; what is kept in them is in build.py and inductor.py, or Triton's own.
 """
 
 import logging
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +38,22 @@ def default_cache(holds: Callable[[Path], bool] = lambda _: False) -> Path:
             f"compiled kernels cannot be kept: {reason}, and {error}; allowed: a home folder, or one for temporary "
             "files (TMPDIR), that can be written"
         ) from error
+
+
+def choose_triton_cache(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return what to add to the environment so that Triton keeps its code in `default_cache`, where it cannot at home.
+
+    Left to itself it then fails at the first kernel. What the environment says is kept.
+    Raises as `default_cache`.
+    """
+    if "TRITON_CACHE_DIR" in environment:
+        return {}
+    try:
+        home = environment.get("TRITON_HOME") or Path.home()
+        _usable(Path(home) / ".triton" / "cache", lambda _: False)
+    except (DeviceError, RuntimeError):  # RuntimeError: this user has no home
+        return {"TRITON_CACHE_DIR": str(default_cache() / "triton")}
+    return {}
 
 
 def _home_cache() -> Path:

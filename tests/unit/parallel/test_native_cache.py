@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.triton_programs import run_with_triton
 
 from parallel.errors import DeviceError
 from parallel.kernels.native import build
-from parallel.kernels.native.cache import default_cache
+from parallel.kernels.native.cache import choose_triton_cache, default_cache
 
 
 @pytest.fixture
@@ -131,3 +132,39 @@ def test_kernels_are_compiled_where_they_can_be_kept_and_found_where_they_are(
         assert build.build_library() == elsewhere
     monkeypatch.setattr(tempfile, "TemporaryFile", None)
     assert build.build_library() == in_home, "nothing need be written"
+
+
+def test_triton_keeps_its_code_with_ours_where_it_cannot_in_the_home(
+    home: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose_triton_cache({}) == {}
+    assert (home / ".triton" / "cache").is_dir()
+    (temporary / "file").touch()
+    with_ours = {"TRITON_CACHE_DIR": str(home / ".cache" / "weft" / "triton")}
+    assert choose_triton_cache({"TRITON_HOME": str(temporary / "file")}) == with_ours
+    _leave_no_home(home, monkeypatch)
+    assert choose_triton_cache({}) == {"TRITON_CACHE_DIR": str(temporary / f"weft-{os.geteuid()}" / "triton")}
+    assert choose_triton_cache({"TRITON_HOME": str(temporary)}) == {}
+    assert choose_triton_cache({"TRITON_CACHE_DIR": "/elsewhere"}) == {}
+
+
+_COMPILE = """
+import os
+
+import torch
+
+from helpers.compiled_launches import compiling
+from parallel.kernels import triton_elementwise
+from parallel.kernels.native.cache import choose_triton_cache
+
+os.environ.update(choose_triton_cache(os.environ))
+with compiling(90, 227 << 10):
+    triton_elementwise.silu_mul(torch.zeros(4, 64, dtype=torch.bfloat16))
+"""
+
+
+def test_triton_compiles_where_the_home_cannot_be_written(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    run_with_triton(_COMPILE, HOME=os.devnull, TMPDIR=str(temporary))
+    assert [*temporary.glob("weft-*/triton/*/*.cubin")]
