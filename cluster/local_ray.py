@@ -27,6 +27,7 @@ from cluster import late_agent
 from cluster.controller import NAMESPACE
 from cluster.errors import RayStartError
 from cluster.signals import deaf_to_signals, own_signals_kept
+from parallel.control_groups import refused_processes
 from router.tls import connect_blocking
 from workers.cores import give_way
 
@@ -119,7 +120,8 @@ def start_local_ray(*, log_to_driver: bool) -> None:
                         "for temporary files (TMPDIR) with a short path of ASCII characters"
                     ) from error
                 if attempt == _START_ATTEMPTS:
-                    raise RayStartError(f"a local Ray could not be started: {error} ({processes})") from error
+                    said = "; ".join(filter(None, (f"{error} ({processes})", refused_processes())))
+                    raise RayStartError(f"a local Ray could not be started: {said}") from error
                 logger.warning("a local Ray did not start, and is started again: %s (%s)", error, processes)
 
 

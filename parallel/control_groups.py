@@ -18,3 +18,13 @@ def own_control_groups() -> list[Path]:
         own = next((line for line in lines if line.startswith("0::")), "").removeprefix("0::")
     names = [name for name in own.split("/") if name]
     return [_MOUNT.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
+
+
+def refused_processes() -> str:
+    """Say which of these groups has refused processes or threads, and what it allows; empty: none has."""
+    for group in own_control_groups():
+        with suppress(OSError):
+            limit, events = (group / "pids.max").read_text().strip(), (group / "pids.events").read_text().split()
+            if "max" in events[:-1] and events[events.index("max") + 1] != "0":
+                return f"{group} allows {limit} processes and threads (pids.max), and has refused more"
+    return ""

@@ -23,6 +23,7 @@ from ray._private.authentication import authentication_token_setup
 from cluster import local_ray
 from cluster.errors import RayStartError
 from cluster.signals import signals_as_interrupts
+from parallel import control_groups
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -278,6 +279,27 @@ def test_a_ray_that_does_not_come_up_is_started_again(num_failures: int, monkeyp
     assert ["it does not come up (raylet had ended with -9)" in line for line in told] == [True] * (num_failures > 0)
     assert Node.num_ended == num_failures
     assert local_ray.ray_node.Node is Node
+
+
+@pytest.mark.parametrize("num_refused", [0, 3])
+@pytest.mark.usefixtures("environment")
+def test_a_limit_on_processes_is_told_where_it_kept_ray_from_starting(
+    num_refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(**settings: object) -> None:
+        local_ray.ray_node.Node()
+
+    (tmp_path / "pids.max").write_text("60\n")
+    (tmp_path / "pids.events").write_text(f"max {num_refused}\n")
+    monkeypatch.setattr(control_groups, "_MOUNT", tmp_path)
+    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(local_ray.ray_node, "Node", Node)
+    monkeypatch.setattr(local_ray, "give_way", lambda: None)
+    monkeypatch.setattr(local_ray.ray, "init", start)
+    with pytest.raises(RayStartError, match="it does not come up") as caught:
+        local_ray.start_local_ray(log_to_driver=False)
+    told = f"; {tmp_path} allows 60 processes and threads (pids.max), and has refused more"
+    assert str(caught.value).endswith(told) == (num_refused > 0)
 
 
 _START_ONE = """
