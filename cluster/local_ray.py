@@ -141,7 +141,7 @@ def _check_loopback() -> None:
     except OSError as error:
         raise RayStartError(
             f"a local Ray cannot be reached at {_LOOPBACK}: {error}; allowed: a network with a loopback interface that "
-            "is up"
+            "is up and has IPv4"
         ) from error
 
 

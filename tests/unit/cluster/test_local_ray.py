@@ -235,6 +235,12 @@ def test_a_folder_in_which_no_socket_can_be_is_told_at_once(error: Exception, mo
     assert len(attempts) == 1
 
 
+def test_a_machine_that_has_ipv6_alone_is_told_what_ray_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "_LOOPBACK", "192.0.2.1")  # nobody's
+    with pytest.raises(RayStartError, match=r"cannot be reached at 192\.0\.2\.1: .* is up and has IPv4"):
+        local_ray._check_loopback()
+
+
 class Process:
     returncode = -9
 
