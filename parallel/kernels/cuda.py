@@ -6,12 +6,13 @@ check the kernels.
 
 import importlib
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from parallel.errors import DeviceError
+from parallel.kernels.attention_trial import attends
 from parallel.kernels.base import AttentionMeta, AttentionParams, ExpertWeights, LayerCache, RunLayers
 from parallel.kernels.cuda_buckets import TOKEN_BUCKETS
 from parallel.kernels.cuda_graphs import CudaGraphs, GraphedLayers
@@ -22,6 +23,8 @@ from parallel.kernels.grouped_experts import GroupedExperts, GroupedLinear, is_f
 from parallel.kernels.linears import PackedExperts, PackedLinear
 from parallel.kernels.reference import ReferenceKernels
 from parallel.mesh import Axis
+
+_Library = TypeVar("_Library", FlashAttention, FlashInfer)
 
 ATTENTION_BACKENDS = ("auto", "flash-attention", "flashinfer", "triton")
 
@@ -180,18 +183,18 @@ def _find_library(device: torch.device, backend: str) -> FlashAttention | FlashI
     """The library that this backend means; None: no library."""
     match backend:
         case "auto":
-            return FlashAttention.find(device) or FlashInfer.find(device)
+            return _find(FlashAttention, device) or _find(FlashInfer, device)
         case "flash-attention":
-            if (flash_attention := FlashAttention.find(device)) is None:
+            if (flash_attention := _find(FlashAttention, device)) is None:
                 raise DeviceError(
                     "attention backend 'flash-attention' needs a Hopper GPU and the package flash_attn_interface; "
                     "allowed here: auto, flashinfer, triton"
                 )
             return flash_attention
         case "flashinfer":
-            if (flashinfer := FlashInfer.find(device)) is None:
+            if (flashinfer := _find(FlashInfer, device)) is None:
                 raise DeviceError(
-                    "attention backend 'flashinfer' needs the package flashinfer; "
+                    "attention backend 'flashinfer' needs the package flashinfer, and what it compiles with; "
                     "allowed here: auto, flash-attention, triton"
                 )
             return flashinfer
@@ -199,6 +202,14 @@ def _find_library(device: torch.device, backend: str) -> FlashAttention | FlashI
             return None
         case _:
             raise DeviceError(f"attention backend is {backend!r}; allowed: {', '.join(ATTENTION_BACKENDS)}")
+
+
+def _find(library: type[_Library], device: torch.device) -> _Library | None:
+    """Return one that attends here; None: there is none."""
+    found = library.find(device)
+    if found is None or (device.type == "cuda" and not attends(found, device)):
+        return None
+    return library.find(device)  # a new one: what the trial has kept is let go
 
 
 def _import_triton(name: str) -> Any:

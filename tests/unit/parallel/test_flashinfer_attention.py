@@ -194,7 +194,10 @@ def test_flash_attention_goes_before_it(installed: FakeFlashInfer, monkeypatch: 
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("flashinfer", "needs the package flashinfer; allowed here: auto, flash-attention, triton"),
+        (
+            "flashinfer",
+            "needs the package flashinfer, and what it compiles with; allowed here: auto, flash-attention, triton",
+        ),
         ("flash-attention", "needs a Hopper GPU and the package flash_attn_interface; allowed here: auto, flashinfer"),
         ("sdpa", "is 'sdpa'; allowed: auto, flash-attention, flashinfer, triton"),
     ],
