@@ -35,7 +35,7 @@ from bench.errors import BenchConfigError
 from bench.load.hardware import recorded
 from bench.load.statistics import percentile
 from bench.result_line import add_json_flag, end_with_line
-from bench.script import make_parser, run_script
+from bench.script import check_gpus, make_parser, run_script
 from parallel.collectives import all_reduce, share_memory
 from parallel.device.base import Device
 from parallel.device.select import NAMES, select_device
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(args)
     device = select_device(options.device)
     if device.works_by_itself:
-        check_gpus(options.ranks, torch.cuda.device_count())
+        check_gpus("--ranks", options.ranks, torch.cuda.device_count())
     timings = [timing for num_ranks in options.ranks for timing in measure_group(options, num_ranks)]
     _print(timings)
     rows = [
@@ -116,15 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     settings = {**asdict(options), "device": device.torch_device.type}
     end_with_line("all_reduce", {"settings": settings, "rows": rows}, has_torch=True, file=args.json)
-
-
-def check_gpus(ranks: Sequence[int], num_gpus: int) -> None:
-    """Raises BenchConfigError for a group with more ranks than GPUs: NCCL gives no two ranks the same."""
-    if max(ranks) > num_gpus:
-        raise BenchConfigError(
-            f"--ranks is {_joined(ranks)}, and each rank needs a GPU of its own; this process sees {num_gpus}; "
-            "allowed: fewer ranks, or --device cpu"
-        )
 
 
 def measure_group(options: Options, num_ranks: int) -> list[Timing]:

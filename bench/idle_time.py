@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +24,7 @@ from bench.load.datasets import DatasetOptions, make_sessions, take_calls
 from bench.load.engine_run import run_engine
 from bench.load.geometries import find_model
 from bench.result_line import end_with_line
-from bench.script import count, counts, make_parser, run_script
+from bench.script import check_gpus, count, counts, make_parser, run_script
 from cluster.config import build_section
 from workers.config import EngineConfig
 from workers.engine import Engine
@@ -54,6 +55,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=3)
     args = parser.parse_args()
     folder = find_model(args.model)
+    if torch.cuda.is_available():
+        check_gpus("--tensor-parallel", args.tensor_parallel, torch.cuda.device_count())
     table = Table("ranks", "planned ahead", "requests", "idle", "idle ms a step", "busy ms a step", "tokens/s")
     rows = []
     for num_ranks in args.tensor_parallel:

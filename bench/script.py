@@ -1,10 +1,11 @@
-"""What the scripts here have in common on their command lines: a parser, numbers, and errors in one line."""
+"""What the scripts here have in common on their command lines: a parser, numbers, GPUs, and errors in one line."""
 
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from bench.errors import BenchConfigError
 from cluster.errors import ClusterConfigError, ClusterError
 from parallel.errors import ParallelError
 from workers.errors import EngineError
@@ -46,6 +47,15 @@ def length(text: str) -> float:
 def lengths(text: str) -> list[float]:
     """Read numbers as `length` does, with commas between."""
     return [length(part) for part in text.split(",")]
+
+
+def check_gpus(flag: str, ranks: Sequence[int], num_gpus: int) -> None:
+    """Raises BenchConfigError for a group with more ranks than GPUs: NCCL gives no two ranks the same."""
+    if max(ranks) > num_gpus:
+        raise BenchConfigError(
+            f"{flag} is {','.join(map(str, ranks))}, and each rank needs a GPU of its own; "
+            f"this process sees {num_gpus}; allowed: fewer ranks"
+        )
 
 
 def run_script(main: Callable[[], object]) -> None:

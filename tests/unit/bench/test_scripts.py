@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.script import run_script
 
@@ -59,6 +60,20 @@ def test_what_is_wrong_is_told(
     name, *arguments = command.split()
     assert run(name, arguments, monkeypatch) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["idle_time", "all_reduce --device cuda"])
+def test_no_group_has_more_ranks_than_there_are_gpus(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name in ("find_model", "_group"):  # of idle_time
+        monkeypatch.setattr(f"bench.idle_time.{name}", lambda *_: None)
+    name, *arguments = command.split()
+    assert run(name, arguments, monkeypatch) == 2
+    assert "and each rank needs a GPU of its own; this process sees 1" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", ["idle_time nosuch", "linear_time --model nosuch", "host_tier nosuch"])
