@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = "flashinfer"
 _MIN_WORKSPACE_BYTES = 128 << 20
-"""Size of the workspace that the library's documentation asks for."""
+"""Size of the workspace that the library's documentation asks for, which is to be zero at first."""
 _ALIGN_BYTES = 16
 """Alignment of each of the parts that a plan takes of the workspace."""
 _HEAD_DIMS = (64, 128, 256)
@@ -154,7 +154,7 @@ class FlashInfer:
         self._wrappers.clear()
         self._metas.clear()
         for size in (0, num_bytes):  # the one is gone before there is the other
-            self._workspace = torch.empty(size, dtype=torch.uint8, device=self._workspace.device)
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._workspace.device)
 
     def _new_wrappers(self, kind: _Kind) -> _Wrappers:
         is_wide = kind.num_heads // kind.num_kv_heads >= _TENSOR_CORE_GROUP

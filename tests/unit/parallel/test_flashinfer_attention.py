@@ -118,6 +118,14 @@ def test_a_larger_kind_of_layer_makes_the_workspace_grow() -> None:
     assert library.decodes[1].workspace is library.prefills[2].workspace is attend._workspace
 
 
+def test_the_workspace_is_zero_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the library's documentation asks for."""
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, 127, **options))
+    library, meta = FakeFlashInfer(), make_meta(STEPS[1], block_size=16, num_blocks=60)
+    FlashInfer(library, CPU)._planned(queries(meta), new_cache(), meta, PLAIN)
+    assert not library.decodes[0].workspace.any()
+
+
 def test_a_plan_is_not_written_before_the_last_one_was_copied() -> None:
     library, notes = FakeFlashInfer(), []
 
