@@ -91,7 +91,7 @@ class _Buffer:
 
 
 def pin(x: Tensor) -> None:
-    """Let CUDA copy from and to a tensor's memory directly, as long as the process lives. All its pages are then used.
+    """Let CUDA copy from and to a tensor's memory directly, until it is unpinned. All its pages are then used.
 
     torch's own pinned memory comes in powers of two.
     """
@@ -101,3 +101,9 @@ def pin(x: Tensor) -> None:
         raise EngineConfigError(
             f"host_cache_bytes: CUDA cannot pin {num_bytes} bytes ({result}); allowed: what the host has free"
         )
+
+
+def unpin(address: int) -> None:
+    """Undo `pin`, before the memory that begins there is given back: CUDA would take what comes there next for it."""
+    torch.cuda.synchronize()  # copies may be under way
+    torch.cuda.cudart().cudaHostUnregister(address)

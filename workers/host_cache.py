@@ -4,11 +4,12 @@ Array letters: R rows of the cache (the keys, or the values, of a plane), B bloc
 A slot is one piece of memory, so that an unused one costs none and a device copies it at once.
 """
 
+import weakref
 from typing import Protocol
 
 from torch import Tensor
 
-from workers.cuda_host_cache import CudaHostCache, pin
+from workers.cuda_host_cache import CudaHostCache, pin, unpin
 from workers.kv_cache import lazy_zeros
 
 Copy = tuple[int, int]
@@ -54,5 +55,7 @@ def make_host_cache(rows_RBX: Tensor, *, num_slots: int) -> HostCache:
         num_rows, _, num_elements = rows_RBX.shape
         slots_SRX = lazy_zeros((num_slots, num_rows, num_elements), rows_RBX.dtype)
         pin(slots_SRX)
-        return CudaHostCache(rows_RBX, slots_SRX)
+        host = CudaHostCache(rows_RBX, slots_SRX)
+        weakref.finalize(host, unpin, slots_SRX.data_ptr()).atexit = False  # while it still has the slots
+        return host
     return PlainHostCache(rows_RBX, num_slots=num_slots)

@@ -227,7 +227,8 @@ class LazyCuda(TorchDispatchMode):
         self._current = self._streams.copy()
         self._recorded: Graph | None = None
         self._pinned: list[Tensor] = []  # as long as this lives, so that no address comes twice
-        self._registered: list[range] = []
+        self.registered: dict[int, range] = {}
+        """Memory of the host that is pinned, by where it begins."""
         torch._C._ensureCUDADeviceGuardSet()
         for name, value in {
             "_lazy_init": lambda: None,
@@ -241,7 +242,9 @@ class LazyCuda(TorchDispatchMode):
             "max_memory_allocated": lambda device=None: 0,
             "reset_peak_memory_stats": lambda device=None: None,
             "empty_cache": lambda: None,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._register),
+            "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=self._register, cudaHostUnregister=self.registered.__delitem__
+            ),
             "Stream": self._new_stream,
             "Event": lambda enable_timing=False: Event(self),
             "CUDAGraph": lambda: Graph(self),
@@ -405,7 +408,7 @@ class LazyCuda(TorchDispatchMode):
     def _is_pinned(self, x: Tensor) -> bool:
         storage = x.untyped_storage().data_ptr()
         is_own = any(pinned.untyped_storage().data_ptr() == storage for pinned in self._pinned)
-        return is_own or any(storage in registered for registered in self._registered)
+        return is_own or any(storage in memory for memory in self.registered.values())
 
     def _pin(self, x: Tensor) -> Tensor:
         with _disable_current_modes():
@@ -414,7 +417,7 @@ class LazyCuda(TorchDispatchMode):
         return pinned
 
     def _register(self, address: int, num_bytes: int, flags: int) -> int:
-        self._registered.append(range(address, address + num_bytes))
+        self.registered[address] = range(address, address + num_bytes)
         return 0
 
     def _new_stream(self, device: object = None) -> Stream:

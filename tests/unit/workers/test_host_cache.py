@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.lazy_cuda import DEVICE, lazy_cuda
 from torch import Tensor
 
 from workers import cuda_host_cache
@@ -118,6 +119,18 @@ def test_cuda_copies_beside_the_model(notes: list[str], monkeypatch: pytest.Monk
         *["model waits for copies: copy", "model: gather", "copies waits for model: gather", "copies: copy"],
         *["copies: copy", "model waits for copies: copy", "model: scatter"],
     ]
+
+
+def test_memory_is_no_longer_pinned_when_it_is_given_back() -> None:
+    with lazy_cuda() as cuda:
+        host = make_host_cache(random_rows().to(DEVICE), num_slots=3)
+        (memory,) = cuda.registered.values()
+        assert len(memory) == 3 * 6 * 10 * 2
+        host.copy([(1, 0)], [])
+        waits = cuda.num_waits
+        del host
+        assert not cuda.registered
+        assert cuda.num_waits > waits, "a copy was under way"
 
 
 @pytest.mark.parametrize("changes", [{"host_cache_bytes": -1}, {"host_cache_bytes": 1, "enable_prefix_caching": False}])

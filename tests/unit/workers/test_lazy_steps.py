@@ -38,6 +38,7 @@ def test_steps_give_the_tokens_of_a_cpu_in_whatever_order_streams_run(
         num_waits = cuda.num_waits
         outputs = run_overlapped(runner)
         assert cuda.num_waits - num_waits == len(outputs), "for the tokens of each, and for nothing else"
+        del runner  # while there is the device, to which it gives memory back
     check_outputs(outputs, expected)
 
 
@@ -66,6 +67,7 @@ with tempfile.TemporaryDirectory() as scratch:
         num_waits = cuda.num_waits
         outputs = run_overlapped(runner)
         assert cuda.num_waits - num_waits == len(outputs), "for the tokens of each, and for nothing else"
+        del runner  # while there is the device, to which it gives memory back
     check_outputs(outputs, expected)
     layers = {"_rms_norm", "_rotate_and_write", "attend", "_silu_mul", "_multiply_row"}
     assert kernels >= {*layers, "_edit", "_cut", "_gather", "_limit", "_find_largest"}, kernels
@@ -99,3 +101,4 @@ def test_blocks_come_back_bit_for_bit_in_whatever_order_streams_run(
                 cache[:, step].add_(1.0)
         assert cuda.num_waits == num_waits
         assert torch.equal(there.cpu(), rows)
+        del host  # while there is the device, to which it gives memory back
