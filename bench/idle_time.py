@@ -8,10 +8,11 @@ warms up. Without a backlog ranks sleep, which counts as nothing.
 """
 
 import argparse
+import gc
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,14 +63,12 @@ def main() -> None:
     for num_ranks in args.tensor_parallel:
         for asynchronous in args.asynchronous:
             config = _config(folder, num_ranks, looks_ahead=_LOOKS_AHEAD[asynchronous])
-            with _group(config) as (engine, stats):
-                for num_requests in args.requests:
-                    measured = _measure(engine, stats, num_requests, args.rounds)
-                    rows.append({"ranks": num_ranks, "async": asynchronous, "requests": num_requests, **measured})
-                    idle, *rest = measured.values()
-                    table.add_row(
-                        str(num_ranks), asynchronous, str(num_requests), f"{idle:.2%}", *(f"{x:.2f}" for x in rest)
-                    )
+            for num_requests, measured in _measure_group(config, args.requests, args.rounds).items():
+                rows.append({"ranks": num_ranks, "async": asynchronous, "requests": num_requests, **measured})
+                idle, *rest = measured.values()
+                table.add_row(
+                    str(num_ranks), asynchronous, str(num_requests), f"{idle:.2%}", *(f"{x:.2f}" for x in rest)
+                )
     Console().print(table)
     end_with_line("idle_time", {"rows": rows})
 
@@ -90,9 +89,16 @@ def _config(folder: Path, num_ranks: int, *, looks_ahead: bool | None) -> Engine
     return build_section(section).to_spec(hash_key=b"bench").engine
 
 
+def _measure_group(config: EngineConfig, requests: Sequence[int], num_rounds: int) -> dict[int, dict[str, float]]:
+    """Return the medians for each number of requests, and keep nothing of the group."""
+    with _group(config) as (engine, stats):
+        return {num_requests: _measure(engine, stats, num_requests, num_rounds) for num_requests in requests}
+
+
 @contextmanager
 def _group(config: EngineConfig) -> Iterator[tuple[Engine, RankStats]]:
     """Yield a group whose other ranks are processes of this machine, and what its rank 0 counts."""
+    gc.collect()  # recorded steps of the group before refer to themselves, and on a GPU it had most of the memory
     num_others = config.parallel.world_size - 1
     rendezvous = Rendezvous.open() if num_others else None
     context = multiprocessing.get_context("spawn")
