@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from parallel.description import Activation, DecoderDescription, NormKind
+from parallel.errors import UnsupportedModelError
 from parallel.families.common import describe_common, refuse_other
 from parallel.families.family import Family
 from parallel.families.fields import Fields
@@ -22,7 +23,12 @@ def describe(fields: Fields) -> DecoderDescription:
     """Read an MPT config."""
     attention = fields.nested("attn_config")
     refuse_other(fields, no_bias=True, logit_scale=False)
-    refuse_other(attention, alibi=True, attn_type="multihead_attention", qk_ln=False, prefix_lm=False)
+    refuse_other(attention, alibi=True, attn_type="multihead_attention", qk_ln=False, prefix_lm=False, rope=False)
+    refuse_other(attention, sliding_window_size=-1)
+    refuse_other(fields.nested("ffn_config"), ffn_type="mptmlp")
+    norm = fields.text("norm_type", "layernorm")
+    if "rmsnorm" in norm.lower():
+        raise UnsupportedModelError(f"norm_type is {norm!r}; supported in this family: layernorm")
     fields = fields.renamed(**_NAMES)
     fields = fields.with_defaults(
         intermediate_size=fields.integer("expansion_ratio", 4) * fields.integer("hidden_size"),
