@@ -20,8 +20,9 @@ from bench.simulation.replayed_modules import KINDS
 from cluster.cli import app
 from workers.config import SchedulingPolicy
 from workers.errors import EngineError, GroupFailedError
-from workers.recording import Added, Scheduled, SchedulerCall, SchedulerSetup, Updated
+from workers.recording import Aborted, Added, Scheduled, SchedulerCall, SchedulerSetup, Updated
 from workers.request import FinishReason, Request, RequestId, SamplingParams
+from workers.scheduler import Scheduler
 
 EOS_TOKEN_IDS = frozenset(range(0, 97, 24))
 
@@ -103,6 +104,29 @@ def test_failure_of_the_group_is_recorded_and_comes_again(tmp_path: Path) -> Non
     assert isinstance(last, Updated)
     assert last.failure == "GroupFailedError"
     assert replay_file(tmp_path / "file").difference is None
+
+
+def test_failure_to_plan_and_whether_an_abort_found_somebody_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    recorder = Recorder(tmp_path / "file", max_bytes=1 << 24)
+    engine = fake_engine(recorder=recorder)
+    engine.add_request(request("r", [1, 2, 3]))
+    engine.abort(RequestId("nobody"))
+    engine.abort(RequestId("r"))
+    monkeypatch.setattr(Scheduler, "schedule", fail)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    recorder.close()
+    _, nobody, found, failed = read_calls(tmp_path / "file")
+    assert isinstance(nobody, Aborted)
+    assert isinstance(found, Aborted)
+    assert (nobody.is_found, found.is_found) == (False, True)
+    assert isinstance(failed, Scheduled)
+    assert failed.failure == "ZeroDivisionError"
 
 
 # What was changed
