@@ -23,7 +23,7 @@ from parallel.kernels.linears import Search, Sift
 from parallel.kernels.native import build
 from parallel.kernels.native.heads_linear import NativeHeadsLinear, can_pack_heads
 from parallel.kernels.native.library import Operations, Programs, load_programs
-from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack
+from parallel.kernels.native.packed_linear import NativeLinear, NativeTable, can_pack, can_pack_in_place
 from parallel.kernels.native.tape import Recorder
 from parallel.kernels.reference import ReferenceKernels
 from parallel.kernels.select import multiplies, select_kernels
@@ -238,6 +238,27 @@ def test_products_with_packed_matrices(
             *(weight.clone(), bias if has_bias else None, programs, Recorder(), num_threads), memory=HugePages()
         )
         torch.testing.assert_close(linear(x).double(), expected, rtol=ROUNDING[programs.dtype], atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_packed", "is_packed_in_place"),
+    [
+        ((512, 32), True, True),
+        ((528, 32), True, False),  # the last panel is not whole
+        ((520, 32), False, False),
+        ((512, 48), False, False),
+        ((480, 32), False, False),  # small
+    ],
+)
+def test_matrices_that_the_products_do_not_take_are_not_packed(
+    programs: Programs, shape: tuple[int, int], is_packed: bool, is_packed_in_place: bool
+) -> None:
+    weight = torch.zeros(shape, dtype=programs.dtype)
+    assert can_pack(weight, programs) == is_packed
+    assert can_pack_in_place(*shape, programs.dtype, programs) == is_packed_in_place
+    assert not can_pack(weight.T.contiguous().T, programs)
+    assert not can_pack(weight.double(), programs)
+    assert not can_pack_in_place(*shape, programs.dtype, None)
 
 
 @pytest.mark.parametrize(
