@@ -14,27 +14,36 @@ from workers.request import Request, RequestId, SamplingParams
 MODEL = str(Path(corpus.__file__).parent / "weights")
 
 
-def logprobs(quantization: str) -> list[float]:
-    """Of some greedy tokens."""
+def serve(quantization: str, **sampling: Any) -> tuple[list[int], list[float]]:
+    """Tokens after a prompt, and the logprobs of the best where they are wanted."""
     config = EngineConfig(
         model=MODEL, dtype="float32", device="cpu", quantization=quantization, cache=CacheConfig(num_blocks=16)
     )
     engine = build_engine(config)
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
-    engine.add_request(Request(request_id=RequestId("a"), prompt_token_ids=(1, 9, 30, 7), sampling=sampling))
-    found: list[float] = []
-    while len(found) < 8:
+    params = SamplingParams(max_tokens=8, ignore_eos=True, **sampling)
+    engine.add_request(Request(request_id=RequestId("a"), prompt_token_ids=(1, 9, 30, 7), sampling=params))
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    while len(token_ids) < 8:
         for output in engine.step().outputs:
             assert output.error is None
-            found += [each.top[0][1] for each in output.logprobs]
+            token_ids += output.token_ids
+            logprobs += [each.top[0][1] for each in output.logprobs]
     engine.close()
-    return found
+    return token_ids, logprobs
 
 
 def test_8_bits_move_the_predictions_of_an_engine_a_little() -> None:
-    plain, quantized = logprobs("none"), logprobs("int8")
+    (_, plain), (_, quantized) = (serve(kind, temperature=0.0, logprobs=1) for kind in ("none", "int8"))
     assert quantized != plain
     assert quantized[0] == pytest.approx(plain[0], abs=0.2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_in_8_bits_give_the_tokens_of_all_logits(temperature: float) -> None:
+    """Which are made where logprobs are wanted."""
+    sampling = {"temperature": temperature, "seed": 3, "presence_penalty": 1.5}
+    assert serve("int8", **sampling)[0] == serve("int8", **sampling, logprobs=1)[0]
 
 
 @pytest.mark.parametrize(
