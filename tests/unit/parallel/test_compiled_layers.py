@@ -41,6 +41,7 @@ from parallel.kernels.cpu_sampling import make_native_choice
 from parallel.kernels.linears import Search, Sift
 from parallel.kernels.native import packed_linear
 from parallel.kernels.native.program import Program
+from parallel.kernels.native.structures import Kind
 from parallel.kernels.native.tape import CannotRecordError, Tape
 from parallel.kernels.sampling import IN_TORCH, edit_in_torch
 from parallel.mesh import Axis, Mesh
@@ -109,6 +110,15 @@ def test_layers_that_rotate_may_follow_one_that_does_not(tmp_path: Path) -> None
     program = compiled(decoders[0])._program
     assert program is not None
     assert len(program._angles) == 2, "room for both kinds, which operations find by their place among them"
+
+
+def test_a_gate_is_a_part_of_the_product_that_it_alone_reads(tmp_path: Path) -> None:
+    decoder = load(tmp_path / "model", CONFIG, build())
+    run(decoder, filled_caches(decoder, 8), make_meta([(1, 1)], block_size=BLOCK_SIZE, num_blocks=8))
+    program = compiled(decoder)._program
+    assert program is not None
+    kinds = [operation.kind for operation in program._operations]
+    assert (kinds.count(Kind.MULTIPLY_GATED), kinds.count(Kind.GATE)) == (decoder.num_local_layers, 0)
 
 
 def test_layers_of_two_groups_that_share_memory_keep_to_their_blocks(tmp_path: Path) -> None:
