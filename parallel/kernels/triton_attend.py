@@ -144,7 +144,6 @@ def attend(
             if IS_PARTIAL:
                 place = place * num_parts + part
                 tl.store(sums + place, largest + tl.log2(total), mask=is_row)
-                total = tl.where(total == 0.0, 1.0, total)  # a row of a chunk may see no key of a partition
             mean = mean / total[:, None]
             tl.store(
                 out + place[:, None] * HEAD_DIM + dim[None, :],
