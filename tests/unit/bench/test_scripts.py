@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.script import run_script
+from bench.errors import BenchConfigError
+from bench.script import check_gpus, run_script
 
 FOLDER = Path(__file__).resolve().parents[3] / "bench"
 SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if "__main__" in file.read_text())
@@ -60,6 +61,12 @@ def test_what_is_wrong_is_told(
     name, *arguments = command.split()
     assert run(name, arguments, monkeypatch) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_each_rank_needs_a_gpu() -> None:
+    check_gpus("--ranks", (2, 4), 4)
+    with pytest.raises(BenchConfigError, match=r"--ranks is 2,4.*sees 3"):
+        check_gpus("--ranks", (2, 4), 3)
 
 
 @pytest.mark.parametrize("command", ["idle_time", "all_reduce --device cuda"])
