@@ -1,14 +1,18 @@
 """From what a user names - a folder, a packaged model, a hub id - to a folder on this machine."""
 
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
 from cluster.errors import ModelNotFoundError
 from parallel.weight_index import FORMATS, read_index
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "weft-tiny"
 """The model that is served when nobody names one."""
@@ -16,15 +20,21 @@ DEFAULT_MODEL = "weft-tiny"
 PACKAGED = {DEFAULT_MODEL: Path(__file__).parent / "default_model" / "weights"}
 """Models that come with the program."""
 
+_HUB_ANSWERS_IN_S = 10.0
+"""The hub's package itself waits for ever, or until the system gives a connection up, which takes two minutes."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_model(source: str, *, commit: str | None = None) -> Path:
+def resolve_model(
+    source: str, *, commit: str | None = None, is_whole: Callable[[Path], bool] = lambda _: False
+) -> Path:
     """Return the model's folder, fetching it from the hub where `source` is a hub id.
 
     Args:
         source: what the user named.
         commit: of the hub's repository, the name of the folder that was fetched before; None: the last one there.
+        is_whole: whether this machine's folder of the commit has all that is wanted, so that no hub need be asked.
 
     Raises:
         ModelNotFoundError: no such folder or packaged model, it may not be read, or the hub does not give it.
@@ -36,7 +46,7 @@ def resolve_model(source: str, *, commit: str | None = None) -> Path:
         return _require_config(folder, source)
     if _HUB_ID.fullmatch(source) is None:
         raise ModelNotFoundError(f"model {source!r} is no folder here; allowed: {_ALLOWED}")
-    return _fetch(source, commit)
+    return _fetch(source, commit, is_whole)
 
 
 def find_folder(source: str) -> Path | None:
@@ -77,34 +87,72 @@ def read_text_files(folder: Path) -> Iterator[tuple[str, bytes]]:
         raise ModelNotFoundError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
 
 
-def _fetch(hub_id: str, commit: str | None) -> Path:
+def _fetch(hub_id: str, commit: str | None, is_whole: Callable[[Path], bool]) -> Path:
+    from huggingface_hub import try_to_load_from_cache  # every rank imports this file, and hardly any fetches
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        if commit is None:
+            return _fetch_latest(hub_id)
+        config = try_to_load_from_cache(hub_id, "config.json", revision=commit)
+        if isinstance(config, str) and is_whole(Path(config).parent):
+            return Path(config).parent
         return _download(hub_id, commit)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, RuntimeError) as error:
         # RuntimeError: of a user without a home, where it would be kept
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        message = f"model {hub_id!r} is no folder here, and the hub did not give it: {reason}"
-        raise ModelNotFoundError(message) from error
+        raise _not_given(hub_id, error) from error
 
 
-def _download(hub_id: str, commit: str | None) -> Path:
+def _fetch_latest(hub_id: str) -> Path:
+    """Fetch the last commit; while the hub does not answer, return what was the last one when it did."""
+    from huggingface_hub import model_info
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        model_info(hub_id, timeout=_HUB_ANSWERS_IN_S)
+    except Exception as error:  # of the HTTP library, which is another one with each version of the hub's package
+        try:
+            folder = _download(hub_id, None, is_offline=True)
+        except LocalEntryNotFoundError:
+            raise _not_given(hub_id, error) from error
+        logger.warning(
+            "model %r: the hub did not say its last commit (%s); served as fetched before", hub_id, _reason(error)
+        )
+        return folder
+    return _download(hub_id, None)
+
+
+def _download(hub_id: str, commit: str | None, *, is_offline: bool = False) -> Path:
     """Fetch the small files, which say what the weights are called; then the weights, in the first format there is.
 
-    Repositories often have them twice and more: in other formats, in one file, in folders for other programs.
+    Repositories often have them twice and more: in other formats, in one file, in folders for other programs. Weights
+    that are here are not asked for: without a network the hub's package tries that for 23 seconds.
     """
-    from huggingface_hub import snapshot_download  # every rank imports this file, and hardly any fetches
+    from huggingface_hub import snapshot_download
 
-    folder = Path(snapshot_download(hub_id, revision=commit, allow_patterns=_small_files(), ignore_patterns="*/*"))
+    fetch = partial(snapshot_download, hub_id, local_files_only=is_offline)
+    folder = Path(fetch(revision=commit, allow_patterns=_small_files(), ignore_patterns="*/*"))
     _require_config(folder, hub_id)
     for weights in FORMATS:
         index = folder / weights.index
         names = sorted(set(read_index(index).values())) if index.is_file() else [weights.single]
-        snapshot_download(hub_id, revision=folder.name, allow_patterns=names)  # the commit of the small files
-        if all((folder / name).is_file() for name in names):
+        if not _has_all(folder, names):
+            fetch(revision=folder.name, allow_patterns=names)  # the commit of the small files
+        if _has_all(folder, names):
             break
     return folder
+
+
+def _not_given(hub_id: str, error: Exception) -> ModelNotFoundError:
+    return ModelNotFoundError(f"model {hub_id!r} is no folder here, and the hub did not give it: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _has_all(folder: Path, names: list[str]) -> bool:
+    return all((folder / name).is_file() for name in names)
 
 
 def _small_files() -> list[str]:

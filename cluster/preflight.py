@@ -15,7 +15,7 @@ from weft.recording import RecordingConfig
 from cluster.config import ClusterSpec, ModelSpec
 from cluster.errors import ModelNotFoundError, StartError
 from cluster.models import find_folder, resolve_model
-from cluster.revision_files import RevisionText, digest_files
+from cluster.revision_files import RevisionText, digest_files, find_files
 from parallel.errors import DeviceError, ParallelismError
 from parallel.families.registry import describe_model
 from parallel.kernels.choice import check_choice, check_int8_cache
@@ -91,19 +91,19 @@ def check_model(model: ModelSpec) -> ModelSpec:
     return model
 
 
-def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
+def read_text(model: ModelSpec, *, before: RevisionText | None = None) -> RevisionText:
     """Return what routers and ranks must know of a model. Reads its folder; fetches it first where it comes from a hub.
 
     Args:
         model: what was wanted.
-        commit: of the hub's repository; None: the last one there.
+        before: of a revision that was wanted before, whose commit of the hub's repository it is; None: the last one.
 
     Raises:
         ModelNotFoundError, ModelError: it cannot be had or described, or no router could read its tokenizer.
     """
     from router.tokenizer import ModelTokenizer  # what starts a service reads none: its controller does
 
-    folder = resolve_model(model.source, commit=commit)
+    folder = find_files(model.source, before)
     max_context = describe_model(folder).max_context
     try:
         tokenizer = ModelTokenizer.from_folder(folder)

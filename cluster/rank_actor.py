@@ -19,10 +19,9 @@ from weft.recording import RecordingError
 from cluster.errors import ClusterError, GroupTerminatedError
 from cluster.imports import import_for_good, leave_removed_folder
 from cluster.logs import configure_logging, own_log
-from cluster.models import resolve_model
 from cluster.rank_metrics import RankCollector, listen_for_metrics
 from cluster.rank_values import Outcome, RankPlace, RankReport, RankSpec, ReplicaAddresses, ReplicaLoad
-from cluster.revision_files import check_files
+from cluster.revision_files import check_files, find_files
 from cluster.signals import on_sigterm
 from cluster.spares import engine_variables, take_spare
 from parallel.errors import ModelError
@@ -227,7 +226,7 @@ class RankActor:
     def _resolve(self) -> EngineConfig:
         """Return the settings with this node's folder, which must be as its revision says, and this rank's threads."""
         config, text = self._spec.engine, self._spec.text
-        folder = resolve_model(config.model, commit=None if text is None else text.commit)
+        folder = find_files(config.model, text)
         if text is not None:
             check_files(folder, text, node=self._host)
         return replace(config, model=str(folder), num_threads=self._num_threads)

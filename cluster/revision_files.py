@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ModelFilesChangedError
+from cluster.models import resolve_model
 from parallel.errors import CheckpointError
 from parallel.weight_index import find_weights, read_index
 
@@ -58,6 +59,21 @@ def digest_files(folder: Path) -> str:
     except (CheckpointError, OSError):
         return ""  # who loads them says what is wrong
     return f"{_DIGEST_VERSION}-{digest.hexdigest()[:32]}"
+
+
+def find_files(source: str, text: RevisionText | None) -> Path:
+    """Return the folder of a model, fetched where it comes from the hub and this machine has not all that is known of.
+
+    Args:
+        source: what the user named.
+        text: of a revision that was wanted before; None: of the last commit.
+
+    Raises:
+        ModelNotFoundError: as `resolve_model`.
+    """
+    if text is None:
+        return resolve_model(source)
+    return resolve_model(source, commit=text.commit, is_whole=lambda folder: digest_files(folder) == text.files != "")
 
 
 def check_files(folder: Path, text: RevisionText, *, node: str) -> None:

@@ -136,8 +136,7 @@ class WantedModels:
         for _ in range(_MAX_CHECKS):
             spec = _current_spec(*undo(self.current, name))
             last = find(self.current, name).previous
-            commit = last.text.commit if last and last.text else None
-            text = await self._read(partial(read_text, spec, commit=commit))
+            text = await self._read(partial(read_text, spec, before=last.text if last else None))
             models, change = undo(self.current, name)
             if _current_spec(models, change) == spec:
                 return self._want_revision(models, change, text)

@@ -1,6 +1,7 @@
 """What is fetched of a hub repository: the files that serve, and the weights in one format only."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from cluster.errors import ModelNotFoundError
 from cluster.models import resolve_model
+from cluster.revision_files import RevisionText, digest_files, find_files
 
 SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 NEVER = [
@@ -25,6 +27,10 @@ NEVER = [
 ]
 
 
+class _SilenceError(Exception):
+    """Of an HTTP library: nothing that Python knows as an error of the system."""
+
+
 class FakeHub:
     """Holds one repository, and keeps what was asked for in a folder, as the real one does."""
 
@@ -32,6 +38,14 @@ class FakeHub:
         self.folder = cache / "0123abc"
         self.files = files
         self.revisions: list[str | None] = []
+        self.silence: Exception | None = None
+        """What asking fails with."""
+
+    def model_info(self, repo_id: str, *, timeout: float) -> None:
+        assert repo_id == "org/model-1.0"
+        assert timeout > 0
+        if self.silence:
+            raise self.silence
 
     def snapshot_download(
         self,
@@ -40,8 +54,14 @@ class FakeHub:
         revision: str | None = None,
         allow_patterns: list[str],
         ignore_patterns: str | None = None,
+        local_files_only: bool,
     ) -> str:
         assert repo_id == "org/model-1.0"
+        if local_files_only:
+            if not self.folder.is_dir():
+                raise LocalEntryNotFoundError("nothing is cached\nlong story")
+            return str(self.folder)
+        assert self.silence is None, "asked without an end, where the hub is known to be silent"
         self.revisions.append(revision)
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in filter_repo_objects(self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
@@ -55,6 +75,20 @@ class FakeHub:
         stem, suffix = ("model", "safetensors") if "safetensors" in name else ("pytorch_model", "bin")
         parts = [file for file in self.files if file.startswith(f"{stem}-") and file.endswith(suffix)]
         return json.dumps({"weight_map": {f"tensor{i}": part for i, part in enumerate(parts)}})
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    hub = FakeHub(tmp_path, [*SMALL, "model.safetensors"])
+
+    def try_to_load_from_cache(repo_id: str, filename: str, *, revision: str) -> str | None:
+        file = hub.folder / filename
+        return str(file) if revision == hub.folder.name and file.exists() else None
+
+    monkeypatch.setattr("huggingface_hub.model_info", hub.model_info)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", try_to_load_from_cache)
+    return hub
 
 
 @pytest.mark.parametrize(
@@ -79,10 +113,9 @@ class FakeHub:
 )
 @pytest.mark.parametrize("tokenizer", ["tokenizer.model", "qwen.tiktoken", "merges.txt"])
 def test_files_that_serve_are_fetched_once(
-    weights: list[str], fetched: list[str], tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: list[str], fetched: list[str], tokenizer: str, hub: FakeHub
 ) -> None:
-    hub = FakeHub(tmp_path, [*SMALL, *NEVER, *weights, tokenizer])
-    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    hub.files = [*SMALL, *NEVER, *weights, tokenizer]
 
     folder = resolve_model("org/model-1.0")
 
@@ -90,45 +123,70 @@ def test_files_that_serve_are_fetched_once(
     assert hub.revisions[0] is None
     assert set(hub.revisions[1:]) == {"0123abc"}  # weights of the same commit as the config
 
+    hub.revisions.clear()
+    assert resolve_model("org/model-1.0") == folder
+    assert hub.revisions == ([None] if "safetensors" in fetched[0] else [None, "0123abc"]), "what is here"
 
-def test_a_commit_that_was_fetched_before_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = FakeHub(tmp_path, [*SMALL, "model.safetensors"])
-    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+
+def test_a_commit_that_was_fetched_before_is_fetched_again(hub: FakeHub) -> None:
     resolve_model("org/model-1.0", commit="0123abc")
     assert set(hub.revisions) == {"0123abc"}, "not what others have put there since"
 
 
-def test_cached_model_is_served_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline, the package gives the cached folder whatever is asked for."""
-    for name in (*SMALL, "model.safetensors"):
-        (tmp_path / name).write_text("{}")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(tmp_path))
+@pytest.mark.parametrize("silence", [LocalEntryNotFoundError("offline"), ConnectionError("no route"), _SilenceError()])
+def test_cached_model_is_served_while_the_hub_is_silent(
+    silence: Exception, hub: FakeHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = resolve_model("org/model-1.0")
+    hub.silence = silence
+    assert resolve_model("org/model-1.0") == folder
+    assert "model 'org/model-1.0': the hub did not say its last commit" in caplog.text
 
-    assert resolve_model("org/model-1.0") == tmp_path
+
+def test_hub_is_asked_for_a_revision_only_where_a_file_of_it_is_not_here(hub: FakeHub) -> None:
+    folder = resolve_model("org/model-1.0")
+    text = RevisionText(path=str(folder), max_context=8, files=digest_files(folder))
+    hub.revisions.clear()
+
+    assert find_files("org/model-1.0", text) == folder
+    assert not hub.revisions
+
+    (folder / "tokenizer.json").unlink()  # as where another program has fetched a part
+    assert find_files("org/model-1.0", text) == folder
+    assert (folder / "tokenizer.json").is_file()
+    assert set(hub.revisions) == {"0123abc"}
+
+    hub.revisions.clear()
+    find_files("org/model-1.0", replace(text, files=""))  # nothing is known of them
+    find_files("org/model-1.0", None)
+    assert hub.revisions == ["0123abc", None]
 
 
 @pytest.mark.parametrize(
     "error", [LocalEntryNotFoundError("offline\nlong story"), ConnectionError("no route"), RuntimeError("no home")]
 )
-@pytest.mark.parametrize("num_calls", [0, 1])
-def test_hub_that_does_not_answer_is_a_typed_error(
-    error: Exception, num_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = FakeHub(tmp_path, [*SMALL, "model.safetensors"])
-
-    def download(*args: Any, **kwargs: Any) -> str:
-        if len(hub.revisions) == num_calls:
-            raise error
-        return hub.snapshot_download(*args, **kwargs)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+def test_hub_that_does_not_answer_is_a_typed_error(error: Exception, hub: FakeHub) -> None:
+    hub.silence = error
     with pytest.raises(ModelNotFoundError, match=r"the hub did not give it: (offline|no route|no home)$"):
         resolve_model("org/model-1.0")
 
 
-def test_repository_without_a_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = FakeHub(tmp_path, ["model.safetensors", "tokenizer.json"])
-    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+@pytest.mark.parametrize("num_calls", [0, 1])
+def test_hub_that_ends_meanwhile_is_a_typed_error(
+    num_calls: int, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*args: Any, **kwargs: Any) -> str:
+        if len(hub.revisions) == num_calls:
+            raise ConnectionError("no route")
+        return hub.snapshot_download(*args, **kwargs)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ModelNotFoundError, match=r"the hub did not give it: no route$"):
+        resolve_model("org/model-1.0")
+
+
+def test_repository_without_a_config_is_refused(hub: FakeHub) -> None:
+    hub.files = ["model.safetensors", "tokenizer.json"]
 
     with pytest.raises(ModelNotFoundError, match=r"'org/model-1\.0': .* has no config\.json"):
         resolve_model("org/model-1.0")

@@ -106,9 +106,9 @@ async def test_rollout_holds_on_top_of_what_was_applied_while_it_was_checked(
     await bench.apply({"replicas": 1})
     is_applied = threading.Event()
 
-    def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
+    def read_text(model: ModelSpec, *, before: RevisionText | None = None) -> RevisionText:
         assert model.engine.dtype != "float32" or is_applied.wait(10)
-        return preflight.read_text(model, commit=commit)
+        return preflight.read_text(model, before=before)
 
     monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     rolling = asyncio.create_task(bench.state.roll("m", {"dtype": "float32"}))
@@ -137,9 +137,9 @@ async def test_undo_tells_routers_of_the_revision_that_it_goes_back_to_in_the_en
     await bench.state.roll("m", {"max_context": 64})
     is_rolled = threading.Event()
 
-    def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
+    def read_text(model: ModelSpec, *, before: RevisionText | None = None) -> RevisionText:
         assert model.engine.max_context is not None or is_rolled.wait(10)
-        return preflight.read_text(model, commit=commit)
+        return preflight.read_text(model, before=before)
 
     monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     undoing = asyncio.create_task(bench.state.undo("m"))
@@ -154,8 +154,8 @@ async def test_undo_reads_the_commit_of_the_revision_that_it_goes_back_to(
 ) -> None:
     newest = "aaa"
 
-    def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
-        return RevisionText(path=f"/hub/snapshots/{commit or newest}", max_context=64)
+    def read_text(model: ModelSpec, *, before: RevisionText | None = None) -> RevisionText:
+        return RevisionText(path=f"/hub/snapshots/{before.commit if before else newest}", max_context=64)
 
     def paths() -> list[str]:
         return [model.path for model in bench.state.models()]
@@ -176,9 +176,9 @@ async def test_rollout_of_a_model_that_is_never_left_alone_is_refused(
     await bench.apply({"replicas": 1})
     replicas = itertools.count(2)
 
-    def read_text(model: ModelSpec, *, commit: str | None = None) -> RevisionText:
+    def read_text(model: ModelSpec, *, before: RevisionText | None = None) -> RevisionText:
         bench.state.scale("m", next(replicas))
-        return preflight.read_text(model, commit=commit)
+        return preflight.read_text(model, before=before)
 
     monkeypatch.setattr("cluster.wanted_models.read_text", read_text)
     with pytest.raises(ClusterConfigError, match="m was changed by others each of the 5 times that it was read"):
