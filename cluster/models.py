@@ -88,15 +88,15 @@ def read_text_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _fetch(hub_id: str, commit: str | None, is_whole: Callable[[Path], bool]) -> Path:
-    from huggingface_hub import try_to_load_from_cache  # every rank imports this file, and hardly any fetches
+    # every rank imports this file, and hardly any fetches
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         if commit is None:
             return _fetch_latest(hub_id)
-        config = try_to_load_from_cache(hub_id, "config.json", revision=commit)
-        if isinstance(config, str) and is_whole(Path(config).parent):
-            return Path(config).parent
+        fetched = _find_fetched(hub_id, commit)
+        if fetched is not None and is_whole(fetched):
+            return fetched
         return _download(hub_id, commit)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, RuntimeError) as error:
         # RuntimeError: of a user without a home, where it would be kept
@@ -109,7 +109,7 @@ def _fetch_latest(hub_id: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        model_info(hub_id, timeout=_HUB_ANSWERS_IN_S)
+        latest = model_info(hub_id, timeout=_HUB_ANSWERS_IN_S).sha
     except Exception as error:  # of the HTTP library, which is another one with each version of the hub's package
         try:
             folder = _download(hub_id, None, is_offline=True)
@@ -119,7 +119,17 @@ def _fetch_latest(hub_id: str) -> Path:
             "model %r: the hub did not say its last commit (%s); served as fetched before", hub_id, _reason(error)
         )
         return folder
-    return _download(hub_id, None)
+    fetched = _find_fetched(hub_id)
+    # named, nobody asks for the last commit again; not named, it is noted for the time when the hub does not answer
+    return _download(hub_id, latest if fetched is not None and fetched.name == latest else None)
+
+
+def _find_fetched(hub_id: str, commit: str | None = None) -> Path | None:
+    """Return this machine's folder of a commit, which may not be whole; without one of that which was the last."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(hub_id, "config.json", revision=commit)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _download(hub_id: str, commit: str | None, *, is_offline: bool = False) -> Path:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,17 +36,18 @@ class FakeHub:
     """Holds one repository, and keeps what was asked for in a folder, as the real one does."""
 
     def __init__(self, cache: Path, files: list[str]) -> None:
-        self.folder = cache / "0123abc"
+        self.folder = self.fetched = cache / "0123abc"
         self.files = files
         self.revisions: list[str | None] = []
         self.silence: Exception | None = None
         """What asking fails with."""
 
-    def model_info(self, repo_id: str, *, timeout: float) -> None:
+    def model_info(self, repo_id: str, *, timeout: float) -> SimpleNamespace:
         assert repo_id == "org/model-1.0"
         assert timeout > 0
         if self.silence:
             raise self.silence
+        return SimpleNamespace(sha=self.folder.name)
 
     def snapshot_download(
         self,
@@ -58,11 +60,12 @@ class FakeHub:
     ) -> str:
         assert repo_id == "org/model-1.0"
         if local_files_only:
-            if not self.folder.is_dir():
+            if not self.fetched.is_dir():
                 raise LocalEntryNotFoundError("nothing is cached\nlong story")
-            return str(self.folder)
+            return str(self.fetched)
         assert self.silence is None, "asked without an end, where the hub is known to be silent"
         self.revisions.append(revision)
+        self.fetched = self.folder
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in filter_repo_objects(self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
             (self.folder / name).parent.mkdir(exist_ok=True)
@@ -81,9 +84,9 @@ class FakeHub:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     hub = FakeHub(tmp_path, [*SMALL, "model.safetensors"])
 
-    def try_to_load_from_cache(repo_id: str, filename: str, *, revision: str) -> str | None:
-        file = hub.folder / filename
-        return str(file) if revision == hub.folder.name and file.exists() else None
+    def try_to_load_from_cache(repo_id: str, filename: str, *, revision: str | None) -> str | None:
+        file = hub.fetched / filename
+        return str(file) if revision in (None, hub.fetched.name) and file.exists() else None
 
     monkeypatch.setattr("huggingface_hub.model_info", hub.model_info)
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
@@ -125,7 +128,16 @@ def test_files_that_serve_are_fetched_once(
 
     hub.revisions.clear()
     assert resolve_model("org/model-1.0") == folder
-    assert hub.revisions == ([None] if "safetensors" in fetched[0] else [None, "0123abc"]), "what is here"
+    assert len(hub.revisions) == (1 if "safetensors" in fetched[0] else 2), "weights that are here are not asked for"
+    assert set(hub.revisions) == {"0123abc"}
+
+
+def test_the_last_commit_is_fetched_and_noted_as_the_last(hub: FakeHub) -> None:
+    resolve_model("org/model-1.0")
+    hub.folder = hub.folder.with_name("4567def")
+    hub.revisions.clear()
+    assert resolve_model("org/model-1.0").name == "4567def"
+    assert hub.revisions == [None, "4567def"], "with its commit named the package does not note it as the last"
 
 
 def test_a_commit_that_was_fetched_before_is_fetched_again(hub: FakeHub) -> None:
@@ -159,7 +171,7 @@ def test_hub_is_asked_for_a_revision_only_where_a_file_of_it_is_not_here(hub: Fa
     hub.revisions.clear()
     find_files("org/model-1.0", replace(text, files=""))  # nothing is known of them
     find_files("org/model-1.0", None)
-    assert hub.revisions == ["0123abc", None]
+    assert hub.revisions == ["0123abc", "0123abc"]
 
 
 @pytest.mark.parametrize(
