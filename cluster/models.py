@@ -106,7 +106,7 @@ def _fetch(hub_id: str, commit: str | None, is_whole: Callable[[Path], bool]) ->
 def _fetch_latest(hub_id: str) -> Path:
     """Fetch the last commit; while the hub does not answer, return what was the last one when it did."""
     from huggingface_hub import model_info
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         latest = model_info(hub_id, timeout=_HUB_ANSWERS_IN_S).sha
@@ -115,9 +115,11 @@ def _fetch_latest(hub_id: str) -> Path:
             folder = _download(hub_id, None, is_offline=True)
         except LocalEntryNotFoundError:
             raise _not_given(hub_id, error) from error
-        logger.warning(
-            "model %r: the hub did not say its last commit (%s); served as fetched before", hub_id, _reason(error)
-        )
+        if not isinstance(error, OfflineModeIsEnabled):  # which HF_HUB_OFFLINE asks for
+            reason = _reason(error)
+            logger.warning(
+                "model %r: the hub did not say its last commit (%s); served as fetched before", hub_id, reason
+            )
         return folder
     fetched = _find_fetched(hub_id)
     # named, nobody asks for the last commit again; not named, it is noted for the time when the hub does not answer
