@@ -182,11 +182,12 @@ def test_operations_between_products_are_right_when_interpreted() -> None:
 
 _LINEAR = """
 import torch
-from helpers.linear_cases import linear_cases
+from helpers.linear_cases import check_gate_of_one_row, linear_cases
 
 for case in linear_cases():
     for dtype in (torch.float32, torch.float16):
         case.check(dtype, torch.device("cpu"))
+check_gate_of_one_row(torch.float16, torch.device("cpu"))
 """
 
 
