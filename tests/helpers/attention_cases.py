@@ -89,9 +89,12 @@ def attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(name="one head a group", spans=mixed, num_heads=3, num_kv_heads=3, head_dim=64)
     yield AttentionCase(name="one group", spans=mixed, num_heads=20, num_kv_heads=1, head_dim=64)
     yield AttentionCase(name="odd blocks", spans=mixed, **sizes, block_size=5)
-    yield AttentionCase(name="only chunks", spans=((70, 70), (20, 200)), **sizes)
+    # the longest fills its partitions, and its last tile of queries is not whole
+    yield AttentionCase(name="only chunks", spans=((70, 70), (20, 192)), **sizes)
     for window in (1, 9, 130, 520):
         yield AttentionCase(name=f"window {window}", spans=(*long, *mixed), **sizes, window=window)
+    # some queries of a tile see none of the keys that its first ones see
+    yield AttentionCase(name="narrow window", spans=((40, 60),), num_heads=1, num_kv_heads=1, head_dim=256, window=9)
     for spans in (long, mixed):
         yield AttentionCase(name="soft cap", spans=spans, **sizes, soft_cap=3.0)
         yield AttentionCase(name="key bias", spans=spans, **sizes, has_bias=True)
