@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.engines import FakeExecutor, Outcome, anonymous_tokens, fake_engine, letter_pieces, request, run
 from helpers.fake_model import run_alone
@@ -18,8 +19,8 @@ from workers.engine_builder import build_engine, read_eos_token_ids
 from workers.errors import EngineConfigError, GroupFailedError, InvalidRequestError, QueueFullError, RequestFailedError
 from workers.kv_cache import num_blocks_within
 from workers.overlap import Lookahead
-from workers.plan import StepPlan
-from workers.request import FinishReason, RequestId, Usage
+from workers.plan import ModelOutput, StepPlan
+from workers.request import FinishReason, RequestId, TokenLogprobs, Usage
 from workers.sequence import Sequence
 from workers.tokenizer import TokenTable, load_token_table
 
@@ -145,6 +146,26 @@ def test_text_held_back_for_a_stop_string_comes_with_the_end() -> None:
     text = text_of(alone)
     outcome = run(fake_engine(), [request("a", [3], max_tokens=10, stop=(text[-4:] + "!",))])["a"]
     assert outcome.text == text
+
+
+def test_every_token_comes_with_its_log_probabilities_and_the_last_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor()
+    collect = executor.collect
+
+    def collect_with_logprobs() -> ModelOutput:
+        output = collect()
+        of_first = {
+            slot: TokenLogprobs(token_id=token_id, logprob=-0.5)
+            for slot, token_id in zip(output.slots, output.token_ids, strict=True)
+            if slot == 0
+        }
+        return msgspec.structs.replace(output, logprobs=of_first)
+
+    monkeypatch.setattr(executor, "collect", collect_with_logprobs)
+    outcomes = run(fake_engine(executor), [request("a", [1, 2], max_tokens=3), request("b", [3], max_tokens=3)])
+    assert [each.token_id for each in outcomes["a"].logprobs] == outcomes["a"].token_ids
+    assert len(outcomes["a"].token_ids) == 3
+    assert outcomes["b"].logprobs == []
 
 
 def test_failed_sampling_ends_one_request_only() -> None:
