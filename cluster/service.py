@@ -7,7 +7,7 @@ whether the controller lives.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weft.v1 import control_pb2
 
+from cluster.awaited import Awaited
 from cluster.config import ClusterSpec
 from cluster.control_client import ControlClient
 from cluster.controller import CONTROLLER_NAME, NAMESPACE, Controller
@@ -58,7 +59,7 @@ class Service:
         self._controller = controller  # an actor ends when its last handle is dropped
         # Lasts over the controller's lives. A future, for ray.wait counts its timeout by the wall clock: where that is
         # set back by an hour, `weft serve` would hear no signal for an hour.
-        self._stopped: Future[None] = controller.stopped.remote().future()
+        self._stopped: Awaited[None] = Awaited(controller.stopped.remote().future())
 
     @classmethod
     def start(cls, spec: ClusterSpec, *, log_level: str = "warning", takes_over: bool = False) -> "Service":
@@ -144,7 +145,7 @@ class Service:
 
     def is_alive(self) -> bool:
         """Return whether the controller has neither died for good nor been shut down."""
-        return not self._stopped.done()
+        return not self._stopped.wait(0)
 
     def wait_stopped(self, timeout_s: float) -> bool:
         """Wait until the service was shut down by somebody, at most `timeout_s`; return whether it was.
@@ -152,7 +153,7 @@ class Service:
         Raises:
             ControllerError: the controller died instead.
         """
-        if not wait([self._stopped], timeout=timeout_s).done:
+        if not self._stopped.wait(timeout_s):
             return False
         try:
             self._stopped.result()
@@ -171,10 +172,10 @@ class Service:
         """
         thread = ThreadPoolExecutor(1)
         patience = Patience(has_answered=True)
-        stopping = thread.submit(patience.ask, lambda: self.client.shut_down(grace_s))
+        stopping = Awaited(thread.submit(patience.ask, lambda: self.client.shut_down(grace_s)))
         thread.shutdown(wait=False)  # who is interrupted does not wait for the call, which `close` ends
         try:
-            while not wait([stopping], timeout=_POLL_S).done:
+            while not stopping.wait(_POLL_S):
                 if has_local_ray_died():
                     self.client.close()
                     logger.warning("Ray has ended first; requests in flight are lost")
@@ -184,7 +185,7 @@ class Service:
         finally:
             patience.note_stopping(is_stopping=True)  # the call is over, or nobody waits for it
         stopping.result()
-        wait([self._stopped], timeout=_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
+        self._stopped.wait(_STOPPED_TIMEOUT_S)  # Ray complains of a call that is open when it ends
 
     def close(self) -> None:
         """Disconnect. A local Ray ends, and with it everything; a cluster goes on, and so does the service on it."""

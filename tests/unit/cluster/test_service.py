@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster import service as service_module
+from cluster.awaited import Awaited
 from cluster.config import build_spec
 from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.saved_state import SavedState, encode
@@ -80,7 +81,7 @@ def stop_while_restarting(
     def look() -> bool:
         looks.append(None)
         if end is not None and len(looks) == 3:
-            end(service._stopped)
+            end(stopped)
         return False
 
     monkeypatch.setattr("cluster.patience._RETRY_S", 0.001)
@@ -89,7 +90,8 @@ def stop_while_restarting(
     monkeypatch.setattr(service_module, "has_local_ray_died", look)
     service = Service.__new__(Service)
     service.client = client  # type: ignore[assignment]
-    service._stopped = Future()
+    stopped: Future[None] = Future()
+    service._stopped = Awaited(stopped)
     try:
         service.shut_down(60.0)
     finally:
@@ -127,11 +129,12 @@ def test_who_waits_for_a_service_is_told_how_it_ended(
     end: Exception | None, error: type[StartError], reason: str
 ) -> None:
     service = Service.__new__(Service)
-    service._stopped = Future()
+    stopped: Future[None] = Future()
+    service._stopped = Awaited(stopped)
     if end is None:
-        service._stopped.set_result(None)
+        stopped.set_result(None)
     else:
-        service._stopped.set_exception(end)
+        stopped.set_exception(end)
     with pytest.raises(StartError, match=reason) as raised:
         service.wait_ready()
     assert raised.type is error
