@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorAlreadyExistsError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weft.v1 import control_pb2
 
@@ -101,7 +108,7 @@ class Service:
             match error:
                 case RayTaskError():
                     raise StartError(str(error.cause or error)) from error
-                case ValueError():  # what Ray raises for a name that is taken, which is a RayError too
+                case ActorAlreadyExistsError():
                     message = (
                         "this Ray cluster has a Weft already; allowed: one, so `weft stop` it first, or --take-over"
                     )

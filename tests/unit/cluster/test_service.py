@@ -6,11 +6,11 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError
 
 from cluster import service as service_module
 from cluster.awaited import Awaited
-from cluster.config import build_spec
+from cluster.config import ClusterSpec, build_spec
 from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.saved_state import SavedState, encode
 from cluster.service import Service, _take_over
@@ -313,3 +313,21 @@ def test_start_on_a_joined_cluster_waits_for_the_one_before_and_stops_what_it_be
     with pytest.raises(KeyboardInterrupt):
         Service.start(build_spec({"ray": {"address": "127.0.0.1:1"}}))
     assert calls == ["join_ray", "_wait_for_end_of_stopped", "_stop_what_began", "kill", "leave_ray"]
+
+
+def test_only_a_name_that_is_taken_is_told_as_another_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(spec: ClusterSpec, *, is_local: bool, log_level: str) -> None:
+        raise error
+
+    for name in ("check_spec", "join_ray", "leave_ray", "_wait_for_end_of_stopped"):
+        monkeypatch.setattr(service_module, name, lambda spec=None, **options: spec)
+    monkeypatch.setattr(service_module, "_create_controller", create)
+    context = SimpleNamespace(runtime_env={})
+    monkeypatch.setattr(service_module, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    spec = build_spec({"ray": {"address": "127.0.0.1:1"}})
+    error: Exception = ActorAlreadyExistsError("the name is taken")
+    with pytest.raises(StartError, match="this Ray cluster has a Weft already; allowed: one"):
+        Service.start(spec)
+    error = ValueError("of something else")
+    with pytest.raises(ValueError, match="of something else"):
+        Service.start(spec)
