@@ -2,14 +2,17 @@
 
 import signal
 
+from cluster.imports import let_interrupts_end
+
 
 def main() -> None:
     """Run the command line."""
-    hears_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not with `nohup` or `&`
-    if hears_interrupts:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    heard = let_interrupts_end()
     from cluster.cli import main as run
 
-    if hears_interrupts:
+    if heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    run()
+    try:
+        run()
+    finally:
+        let_interrupts_end()  # while Python ends

@@ -12,6 +12,7 @@ from rich.table import Table
 from cluster.config import build_spec
 from cluster.generate import milliseconds, summary
 from cluster.service import Service
+from cluster.signals import signals_as_interrupts
 from cluster.status_view import StartView
 from router.client import AsyncClient, Client, Completion
 from router.client_values import Collector, Options
@@ -72,7 +73,7 @@ def run_demo(*, replicas: int, tensor_parallel: int, console: Console, log_level
         f"that serve {spec.models[0].name}, on a local Ray ..."
     )
     started_s = time.monotonic()
-    with Service.start(spec, log_level=log_level) as service:
+    with signals_as_interrupts(), Service.start(spec, log_level=log_level) as service:
         with StartView(console) as view:
             service.wait_ready(on_status=view.show)
         address = service.status().routers[0].grpc_address

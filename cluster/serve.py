@@ -15,7 +15,7 @@ from cluster.cli_connection import connection_flags
 from cluster.config import ClusterSpec
 from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.imports import import_for_good
-from cluster.signals import signals_as_interrupts
+from cluster.signals import Interrupts, signals_as_interrupts
 from cluster.status_view import ChangeView, StartView, bounds
 from router.tls import InnerTls
 
@@ -44,16 +44,16 @@ def serve(spec: ClusterSpec, console: Console, *, log_level: str, stays: bool = 
     import_for_good("cluster.service")  # Ray: only those who serve pay for its import
     from cluster.service import Service
 
-    with signals_as_interrupts():
+    with signals_as_interrupts() as interrupts:
         try:
             with Service.start(spec, log_level=log_level, takes_over=takes_over) as service:
-                watch_service(service, console, stays=stays)
+                watch_service(service, console, interrupts, stays=stays)
         except KeyboardInterrupt:
             console.print("Interrupted before it was ready.")
             raise
 
 
-def watch_service(service: "Service", console: Console, *, stays: bool) -> None:
+def watch_service(service: "Service", console: Console, interrupts: Interrupts, *, stays: bool) -> None:
     """Show how a service comes up, then, where the command stays, what changes in it until it ends; interrupts stop it.
 
     One that was taken over goes on when who does not stay is interrupted, as if it had returned.
@@ -63,7 +63,7 @@ def watch_service(service: "Service", console: Console, *, stays: bool) -> None:
     console.file = cast("IO[str]", _LastingOutput(console.file))
     was_ready = False
     try:
-        status = _wait_until_ready(service, console, stays=stays)
+        status = _wait_until_ready(service, console, interrupts, stays=stays)
         was_ready = True
         print_addresses(
             console,
@@ -76,6 +76,7 @@ def watch_service(service: "Service", console: Console, *, stays: bool) -> None:
         tell_slowness(console, status)
         changes = ChangeView(console)
         while stays and not service.wait_stopped(timeout_s=_WATCH_S):
+            interrupts.check()
             with suppress(ControllerError):  # it is being stopped, or has died; wait_stopped knows
                 changes.show(service.status())
     except StoppedAtStartError:
@@ -84,6 +85,7 @@ def watch_service(service: "Service", console: Console, *, stays: bool) -> None:
         console.print("Stopped before it was ready.")  # as wanted: whoever keeps this command running starts it no more
         return
     except KeyboardInterrupt:
+        interrupts.note_seen()
         if service.was_taken_over and not stays:
             console.print("The service that was taken over goes on.")
             raise
@@ -97,7 +99,9 @@ def watch_service(service: "Service", console: Console, *, stays: bool) -> None:
         console.print("Stopped.")
 
 
-def _wait_until_ready(service: "Service", console: Console, *, stays: bool) -> control_pb2.GetStatusResponse:
+def _wait_until_ready(
+    service: "Service", console: Console, interrupts: Interrupts, *, stays: bool
+) -> control_pb2.GetStatusResponse:
     """Return the last status; not asked for again, since a controller may die at any time.
 
     Ends a service that does not come up, but one that was there before goes on with whatever of it is READY.
@@ -106,6 +110,7 @@ def _wait_until_ready(service: "Service", console: Console, *, stays: bool) -> c
 
     def note(status: control_pb2.GetStatusResponse) -> None:
         nonlocal last
+        interrupts.check()
         last = status
         view.show(status)
 

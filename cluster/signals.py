@@ -7,9 +7,11 @@ registers is installed from any thread: it writes a traceback to a file, which h
 
 import asyncio
 import faulthandler
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +19,9 @@ from typing import Any
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_ONE_MOMENT_S = 0.5
+"""Signals of one moment are one: a key pressed twice, or what reaches a process both by itself and with its group."""
 
 _PIPES: list[int] = []  # the handler writes for as long as the process lives
 
@@ -37,15 +42,36 @@ def on_sigterm(callback: Callable[[], None]) -> None:
     faulthandler.register(signal.SIGTERM, file=writer, all_threads=False, chain=False)
 
 
+class Interrupts:
+    """Signals as KeyboardInterrupts: one for those of a moment, so that who begins to end things then is let be."""
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+        self._is_unseen = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where the last one was lost: what is raised in a weak reference's callback is."""
+        if self._is_unseen:
+            raise KeyboardInterrupt
+
+    def note_seen(self) -> None:
+        """Say that the KeyboardInterrupt was caught: `check` raises no other until a signal comes again."""
+        self._is_unseen = False
+
+    def raise_one(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        now_s = time.monotonic()
+        if now_s - self._last_s >= _ONE_MOMENT_S:
+            self._last_s, self._is_unseen = now_s, True
+            raise KeyboardInterrupt
+
+
 @contextmanager
-def signals_as_interrupts() -> Iterator[None]:
+def signals_as_interrupts() -> Iterator[Interrupts]:
     """Turn SIGINT, SIGTERM, and SIGHUP (a terminal that is closed) into KeyboardInterrupt; SIGHUP not under nohup."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with _handlers(interrupt):
-        yield
+    interrupts = Interrupts()
+    with _handlers(interrupts.raise_one):
+        yield interrupts
 
 
 @contextmanager
@@ -67,6 +93,7 @@ def own_signals_kept() -> Iterator[None]:
     except SystemExit as error:
         if signal.SIGTERM not in own:
             raise
+        own[signal.SIGTERM](signal.SIGTERM, None)
         raise KeyboardInterrupt from error
     finally:
         _set(own)

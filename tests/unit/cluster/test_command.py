@@ -14,17 +14,24 @@ import os, signal, sys
 
 class Interrupting:
     def find_spec(name, path, target=None):
-        if name == "cluster.cli":
+        if name == "{module}":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupting)
-from cluster.command import main
-main()
+{then}
 """
 
 
-def test_interrupt_while_it_is_imported_ends_it_without_a_word() -> None:
-    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize(
+    ("module", "then"),
+    [
+        ("cluster.cli", "from cluster.command import main; main()"),
+        ("torch", "from cluster.imports import import_for_good; import_for_good('torch')"),
+    ],
+)
+def test_interrupt_while_modules_are_imported_ends_it_without_a_word(module: str, then: str) -> None:
+    interrupted = _INTERRUPTED.format(module=module, then=then)
+    done = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -32,8 +39,12 @@ def test_command_itself_is_interrupted_as_ever(monkeypatch: pytest.MonkeyPatch) 
     handlers = []
     monkeypatch.setattr("cluster.cli.main", lambda: handlers.append(signal.getsignal(signal.SIGINT)))
     before = signal.getsignal(signal.SIGINT)
-    main()
-    assert handlers == [before]
+    try:
+        main()
+        after = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (handlers, after) == ([before], signal.SIG_DFL), "and Python's own end by nothing that it would show"
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,17 @@ def test_signal_while_ray_starts_or_after_it_is_an_interrupt(
     monkeypatch.setattr(local_ray.ray, "init", init)
     monkeypatch.setattr(local_ray, "give_way", lambda: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    with signals_as_interrupts():
+    with signals_as_interrupts() as interrupts:
         if comes_early:
             with pytest.raises(KeyboardInterrupt):
                 start(log_to_driver=False)
         else:
             start(log_to_driver=False)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
+            interrupts.check()
+        signal.raise_signal(signal.SIGTERM)  # in the same moment
 
 
 def test_ray_ends_a_process_without_handlers_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

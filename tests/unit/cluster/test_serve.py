@@ -4,7 +4,9 @@ import errno
 import io
 import os
 import signal
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +14,12 @@ import pytest
 from rich.console import Console
 from weft.v1 import control_pb2
 
+from cluster import signals
 from cluster.config import build_spec
 from cluster.detach import serve_in_background
 from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.serve import print_addresses, tell_slowness, watch_service
-from cluster.signals import signals_as_interrupts
+from cluster.signals import Interrupts, signals_as_interrupts
 
 SPEC = build_spec({"ray": {"address": "127.0.0.1:1"}, "router": {"unready_s": 8.0, "grace_s": 30.0}})
 ANY_PORTS = {"router": {"port": 0, "http_port": 0, "metrics_port": 0}, "controller": {"port": 0, "metrics_port": 0}}
@@ -58,6 +61,59 @@ def test_each_signal_is_an_interrupt(number: signal.Signals) -> None:
         signal.signal(number, before)
 
 
+def test_signals_of_one_moment_are_one_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with signals_as_interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        now_s = 100.4
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        now_s = 100.6
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+class LostInterruptService(InterruptedService):
+    """A signal comes in a callback of the garbage collector: before it is READY, or while it serves."""
+
+    def __init__(self, *, comes_early: bool) -> None:
+        super().__init__()
+        self.comes_early = comes_early
+        self.num_looks = 0
+
+    def wait_ready(self, *, on_status: Callable[[control_pb2.GetStatusResponse], None]) -> None:
+        if self.comes_early:
+            self._lose_interrupt()
+        super().wait_ready(on_status=on_status)
+        assert not self.comes_early, "it was to end here"
+
+    def wait_stopped(self, timeout_s: float) -> bool:
+        self.num_looks += 1
+        assert self.num_looks == 1, "it was to end here"
+        self._lose_interrupt()
+        return False
+
+    def shut_down(self, grace_s: float) -> None:
+        self.graces_s.append(grace_s)
+
+    def _lose_interrupt(self) -> None:
+        referred = type("Referred", (), {})()
+        reference = weakref.ref(referred, lambda reference: signal.raise_signal(signal.SIGTERM))
+        del referred
+        assert reference() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("comes_early", [True, False])
+def test_a_signal_that_a_callback_of_the_garbage_collector_loses_ends_the_service(comes_early: bool) -> None:
+    service = LostInterruptService(comes_early=comes_early)
+    with signals_as_interrupts() as interrupts, pytest.raises(KeyboardInterrupt) if comes_early else nullcontext():
+        watch_service(service, Console(file=io.StringIO()), interrupts, stays=True)
+    assert service.graces_s == [38.0]
+
+
 def test_a_closed_terminal_ends_nothing_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -70,7 +126,7 @@ def test_a_closed_terminal_ends_nothing_under_nohup() -> None:
 
 def test_second_interrupt_ends_the_wait_for_requests_in_flight() -> None:
     service, out = InterruptedService(), io.StringIO()
-    watch_service(service, Console(file=out), stays=True)
+    watch_service(service, Console(file=out), Interrupts(), stays=True)
     assert service.graces_s == [38.0]
     assert out.getvalue().endswith("Stopping ...\nStopped.\n")
 
@@ -89,7 +145,7 @@ class OrphanedService(InterruptedService):
 
 def test_controller_that_dies_when_all_is_ready_ends_nothing() -> None:
     service, out = OrphanedService(), io.StringIO()
-    watch_service(service, Console(file=out), stays=True)
+    watch_service(service, Console(file=out), Interrupts(), stays=True)
     assert out.getvalue().startswith("Serving m: 2 replicas\n")
     assert service.graces_s == [38.0], "it was watched until Ctrl-C"
 
@@ -104,7 +160,7 @@ class SlowService(InterruptedService):
 def test_service_that_was_stopped_before_it_was_ready_was_no_success() -> None:
     service = SlowService()
     with pytest.raises(KeyboardInterrupt):
-        watch_service(service, Console(file=io.StringIO()), stays=True)
+        watch_service(service, Console(file=io.StringIO()), Interrupts(), stays=True)
     assert service.graces_s == [38.0]
 
 
@@ -124,7 +180,7 @@ def test_interrupt_of_who_does_not_stay_is_no_success_and_ends_only_what_it_bega
     service = kind()
     service.was_taken_over = was_taken_over
     with pytest.raises(KeyboardInterrupt):
-        watch_service(service, Console(file=io.StringIO()), stays=False)
+        watch_service(service, Console(file=io.StringIO()), Interrupts(), stays=False)
     assert service.graces_s == graces_s
 
 
@@ -140,10 +196,10 @@ class StoppedService(InterruptedService):
 
 def test_stop_by_another_while_it_comes_up_is_an_error_only_for_who_does_not_stay() -> None:
     service, out = StoppedService(), io.StringIO()
-    watch_service(service, Console(file=out), stays=True)
+    watch_service(service, Console(file=out), Interrupts(), stays=True)
     assert (out.getvalue(), service.graces_s) == ("Stopped before it was ready.\n", [])
     with pytest.raises(StartError, match="the service was stopped before it was ready"):
-        watch_service(service, Console(file=out), stays=False)
+        watch_service(service, Console(file=out), Interrupts(), stays=False)
 
 
 class FailedService(InterruptedService):
@@ -170,7 +226,7 @@ class FailedService(InterruptedService):
 def test_service_that_does_not_come_up_is_ended() -> None:
     service = FailedService(was_taken_over=False)
     with pytest.raises(StartError, match="no such tensor"):
-        watch_service(service, Console(file=io.StringIO()), stays=True)
+        watch_service(service, Console(file=io.StringIO()), Interrupts(), stays=True)
     assert (service.graces_s, service.num_looks) == ([0.0], 0)
 
 
@@ -181,7 +237,7 @@ def test_service_that_another_has_stopped_before_it_was_ready_is_not_asked_again
     service = FailedService(was_taken_over=was_taken_over)
     monkeypatch.setattr(service, "is_alive", lambda: False)
     with pytest.raises(StartError, match="no such tensor"):
-        watch_service(service, Console(file=io.StringIO()), stays=True)
+        watch_service(service, Console(file=io.StringIO()), Interrupts(), stays=True)
     assert (service.graces_s, service.num_looks) == ([], 0)
 
 
@@ -190,7 +246,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
 ) -> None:
     caplog.set_level("WARNING", "cluster.serve")
     service = FailedService(was_taken_over=True)
-    watch_service(service, Console(file=io.StringIO()), stays=True)
+    watch_service(service, Console(file=io.StringIO()), Interrupts(), stays=True)
     assert (service.graces_s, service.num_looks) == ([38.0], 3), "it was watched until Ctrl-C"
     assert [record.getMessage() for record in caplog.records] == [
         "not all of the service that was taken over is ready: m-1: no such tensor"
@@ -200,7 +256,7 @@ def test_failed_group_of_a_service_that_was_taken_over_is_told_and_ends_nothing(
 def test_failed_group_of_a_service_that_was_taken_over_is_an_error_for_who_does_not_stay() -> None:
     service = FailedService(was_taken_over=True)
     with pytest.raises(StartError, match="no such tensor"):
-        watch_service(service, Console(file=io.StringIO()), stays=False)
+        watch_service(service, Console(file=io.StringIO()), Interrupts(), stays=False)
     assert service.graces_s == [], "it goes on"
 
 
@@ -228,7 +284,7 @@ class FullDisk(io.StringIO):
 def test_service_goes_on_where_nothing_can_be_written(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "cluster.serve")
     service = ChangingService()
-    watch_service(service, Console(file=FullDisk()), stays=True)
+    watch_service(service, Console(file=FullDisk()), Interrupts(), stays=True)
     assert service.graces_s == [38.0], "it has served until it was stopped"
     assert [record.getMessage() for record in caplog.records] == [
         "output is lost: No space left on device; the service goes on"
