@@ -311,6 +311,7 @@ def make_model(
     ] = None,
 ) -> None:
     """Write a model with random weights, for benchmarks and tests."""
+    import_for_good("cluster.make_model")
     from cluster.make_model import make_model as write_model
 
     write_model(
@@ -344,6 +345,7 @@ def demo(
     log_level: LogLevel = "warning",
 ) -> None:
     """Bring up a cluster on this machine, send it some prompts, show what happens, and stop it."""
+    import_for_good("cluster.demo")
     from cluster.demo import run_demo
 
     run_demo(replicas=replicas, tensor_parallel=tensor_parallel, console=Console(), log_level=log_level)

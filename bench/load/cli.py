@@ -21,6 +21,7 @@ from bench.load.flag_groups import (
     of_prompts,
 )
 from cluster.cli_flags import WholeNamesCommand, given, with_flags
+from cluster.imports import import_for_good
 
 app = typer.Typer(name="bench", help="Measure an engine or a running service.", no_args_is_help=True)
 
@@ -77,6 +78,7 @@ def serve(
 @with_flags
 def offline(*, engine: OfflineFlags, prompts: PromptFlags, goals: GoalFlags, json_file: Json = None) -> None:
     """Run the engine in this process, all requests at once, and report speed beside what this machine can."""
+    import_for_good("bench.load.offline_command")
     from bench.load.offline_command import run_offline
 
     run_offline(engine, prompts, goals, json_file=json_file)
