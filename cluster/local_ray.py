@@ -7,12 +7,15 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -240,7 +243,21 @@ def logs_folder() -> str:
 def leave_ray() -> None:
     """Disconnect; a local Ray ends, a joined one goes on. No signal interrupts it: else Ray's processes would stay."""
     with deaf_to_signals():
+        node: Any = ray_worker._global_node  # None: nothing was started, or joined
+        begun = [] if node is None else list(chain(*node.all_processes.values()))
         ray.shutdown()
+        _end_sessions({info.process.pid for info in begun})
+
+
+def _end_sessions(leaders: Set[int]) -> None:
+    """End what is left in the sessions of processes that have ended.
+
+    Ray's node forgets the processes that it was just starting, and these look for it for half a minute.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if os.getsid(int(process.name)) in leaders:
+                os.kill(int(process.name), signal.SIGTERM)
 
 
 def _end(nodes: Sequence[Any]) -> str:

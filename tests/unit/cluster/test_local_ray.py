@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import shutil
 import signal
 import socket
@@ -39,6 +40,44 @@ def test_no_signal_interrupts_the_end_of_ray(number: signal.Signals, monkeypatch
     local_ray.leave_ray()
     assert ended == [True]
     assert signal.getsignal(number) is before
+
+
+_FORGETS = """
+import subprocess
+print(subprocess.Popen(["sleep", "100"], process_group=0).pid, flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_what_a_local_node_was_just_starting_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray's, each node has a session of its own, and what it starts a group of its own."""
+
+    def end(node: "subprocess.Popen[bytes]") -> None:
+        assert node.stdin is not None
+        node.stdin.write(b"\n")
+        node.stdin.flush()
+        node.wait()
+
+    def is_left(node: "subprocess.Popen[bytes]", timeout_s: float) -> bool:  # it has the node's output
+        return select.select([node.stdout], [], [], timeout_s)[0] == []
+
+    start = partial(subprocess.Popen, [sys.executable, "-c", _FORGETS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with start(start_new_session=True) as node, start(start_new_session=True) as other:
+        assert node.stdout is not None
+        assert other.stdout is not None
+        node.stdout.readline()
+        pid = int(other.stdout.readline())
+        try:
+            started = {"raylet": [SimpleNamespace(process=node)]}
+            monkeypatch.setattr(local_ray.ray_worker, "_global_node", SimpleNamespace(all_processes=started))
+            monkeypatch.setattr(local_ray.ray, "shutdown", lambda: end(node))
+            local_ray.leave_ray()
+            end(other)
+            assert not is_left(node, GUARD_S)
+            assert is_left(other, 0.0)
+        finally:
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("start", [local_ray.start_local_ray, partial(local_ray.join_ray, "auto")])
