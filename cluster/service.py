@@ -100,10 +100,11 @@ class Service:
             started = created.start.remote(takes_over=takes_over)
             address, goes_on = ray.get(started)
         except BaseException as error:
-            if started is not None and not is_local:
-                _stop_what_began(created, started, spec.inner_tls)
-            if created is not None:
-                ray.kill(created)  # on a cluster that was joined it would stay
+            if not is_local:  # a local Ray ends with all that runs there
+                if started is not None:
+                    _stop_what_began(created, started, spec.inner_tls)
+                if created is not None:
+                    ray.kill(created)
             leave_ray()
             match error:
                 case RayTaskError():

@@ -291,8 +291,15 @@ def test_a_controller_that_did_not_start_has_begun_nothing(monkeypatch: pytest.M
     service_module._stop_what_began(object(), object(), None)
 
 
-def test_start_on_a_joined_cluster_waits_for_the_one_before_and_stops_what_it_began(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("address", "wanted"),
+    [
+        ("127.0.0.1:1", ["join_ray", "_wait_for_end_of_stopped", "_stop_what_began", "kill", "leave_ray"]),
+        (None, ["start_local_ray", "leave_ray"]),
+    ],
+)
+def test_start_waits_for_the_one_before_and_stops_what_it_began_where_that_would_stay(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, wanted: list[str]
 ) -> None:
     calls: list[str] = []
 
@@ -302,7 +309,7 @@ def test_start_on_a_joined_cluster_waits_for_the_one_before_and_stops_what_it_be
     def note(name: str) -> Callable[..., None]:
         return lambda *args, **options: calls.append(name)
 
-    for name in ("join_ray", "_wait_for_end_of_stopped", "_stop_what_began", "leave_ray"):
+    for name in ("start_local_ray", "join_ray", "_wait_for_end_of_stopped", "_stop_what_began", "leave_ray"):
         monkeypatch.setattr(service_module, name, note(name))
     controller = SimpleNamespace(start=SimpleNamespace(remote=lambda **_: object()))
     monkeypatch.setattr(service_module, "check_spec", lambda spec: spec)
@@ -311,8 +318,8 @@ def test_start_on_a_joined_cluster_waits_for_the_one_before_and_stops_what_it_be
     ray = SimpleNamespace(get_runtime_context=lambda: context, get=interrupt, kill=note("kill"))
     monkeypatch.setattr(service_module, "ray", ray)
     with pytest.raises(KeyboardInterrupt):
-        Service.start(build_spec({"ray": {"address": "127.0.0.1:1"}}))
-    assert calls == ["join_ray", "_wait_for_end_of_stopped", "_stop_what_began", "kill", "leave_ray"]
+        Service.start(build_spec({"ray": {"address": address}}))
+    assert calls == wanted
 
 
 def test_only_a_name_that_is_taken_is_told_as_another_service(monkeypatch: pytest.MonkeyPatch) -> None:
