@@ -22,6 +22,7 @@ import grpc
 import ray
 from ray._private import node as ray_node
 from ray._private import services as ray_services
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
 from weft.addresses import split_host_port
@@ -29,7 +30,7 @@ from weft.addresses import split_host_port
 from cluster import late_agent
 from cluster.controller import NAMESPACE
 from cluster.errors import RayStartError
-from cluster.signals import deaf_to_signals, own_signals_kept
+from cluster.signals import deaf_to_signals, signals_wait
 from parallel.control_groups import refused_processes
 from router.tls import connect_blocking
 from workers.cores import give_way
@@ -102,7 +103,7 @@ def start_local_ray(*, log_to_driver: bool) -> None:
     _quieten()
     give_way()  # Ray's own processes inherit it
     for attempt in range(1, _START_ATTEMPTS + 1):
-        with own_signals_kept(), _only_what_is_used(log_to_driver=log_to_driver) as nodes:
+        with _uninterrupted(), _only_what_is_used(log_to_driver=log_to_driver) as nodes:
             try:
                 ray.init(
                     address="local",
@@ -182,7 +183,7 @@ def join_ray(address: str, *, log_to_driver: bool) -> None:
         _check_reachable(address)
         if _wants_token(address) and not _bring_token():
             raise PermissionError(_TOKEN_HINT)
-        with own_signals_kept():
+        with _uninterrupted():
             ray.init(
                 address=address,
                 namespace=NAMESPACE,
@@ -272,6 +273,22 @@ def _end(nodes: Sequence[Any]) -> str:
         node.kill_all_processes(check_alive=False)
     ray.shutdown()
     return ", ".join(states) or "no process was begun"
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let signals wait while Ray begins: one of its objects, ended while it is being made, waits for itself for ever.
+
+    Ray would also set a handler of SIGTERM of its own, which raises SystemExit.
+    """
+    module: Any = ray_utils
+    set_handler = module.set_sigterm_handler
+    module.set_sigterm_handler = lambda handler: None
+    try:
+        with signals_wait():
+            yield
+    finally:
+        module.set_sigterm_handler = set_handler
 
 
 @contextmanager

@@ -83,16 +83,15 @@ class Service:
         spec = check_spec(spec)
         is_local = spec.ray_address is None
         log_to_driver = log_level in ("debug", "info")
-        if spec.ray_address is None:
-            start_local_ray(log_to_driver=log_to_driver)
-        else:
-            join_ray(spec.ray_address, log_to_driver=log_to_driver)
-        if ray.get_runtime_context().runtime_env:  # the job's actors are given it, and spares have another one
-            spec = replace(spec, spare_s=0.0)
         created = started = None
         try:
-            if not is_local:
+            if spec.ray_address is None:
+                start_local_ray(log_to_driver=log_to_driver)
+            else:
+                join_ray(spec.ray_address, log_to_driver=log_to_driver)
                 _wait_for_end_of_stopped()
+            if ray.get_runtime_context().runtime_env:  # the job's actors are given it, and spares have another one
+                spec = replace(spec, spare_s=0.0)
             running = _take_over(spec) if takes_over else None
             if running is not None:
                 return running

@@ -82,21 +82,26 @@ def deaf_to_signals() -> Iterator[None]:
 
 
 @contextmanager
-def own_signals_kept() -> Iterator[None]:
-    """Put back the handlers that this process had set for these signals, after Ray has set its own.
-
-    Ray's handlers raise SystemExit, with one code or another; here it becomes the KeyboardInterrupt of these handlers.
-    """
+def signals_wait() -> Iterator[None]:
+    """Handle a signal that comes meanwhile when this is over; one that comes again a moment later, at once."""
     own = {number: handler for number in _ENDING if callable(handler := signal.getsignal(number))}
+    came: tuple[signal.Signals, float] | None = None
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        now_s = time.monotonic()
+        if came is None:
+            came = signal.Signals(number), now_s
+        elif now_s - came[1] >= _ONE_MOMENT_S:
+            own[signal.Signals(number)](number, frame)
+
+    _set(dict.fromkeys(own, wait))
     try:
         yield
-    except SystemExit as error:
-        if signal.SIGTERM not in own:
-            raise
-        own[signal.SIGTERM](signal.SIGTERM, None)
-        raise KeyboardInterrupt from error
     finally:
         _set(own)
+        if came is not None:
+            own[came[0]](came[0], None)
 
 
 @contextmanager

@@ -19,9 +19,10 @@ from typing import Any
 import grpc
 import pytest
 from helpers.polling import GUARD_S, until
+from ray._private import utils as ray_utils
 from ray._private.authentication import authentication_token_setup
 
-from cluster import local_ray
+from cluster import local_ray, signals
 from cluster.errors import RayStartError
 from cluster.signals import signals_as_interrupts
 from parallel import control_groups
@@ -80,19 +81,28 @@ def test_what_a_local_node_was_just_starting_ends_with_it(monkeypatch: pytest.Mo
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("start", [local_ray.start_local_ray, partial(local_ray.join_ray, "auto")])
-@pytest.mark.parametrize("comes_early", [True, False])
-def test_signal_while_ray_starts_or_after_it_is_an_interrupt(
-    start: Callable[..., None], comes_early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def init(**settings: object) -> None:  # with a handler of its own, as Ray's
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
-        if comes_early:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(local_ray.ray, "init", init)
+@pytest.fixture
+def starts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ray, "give_way", lambda: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+@pytest.mark.usefixtures("starts_alone")
+@pytest.mark.parametrize("start", [local_ray.start_local_ray, partial(local_ray.join_ray, "auto")])
+@pytest.mark.parametrize("comes_early", [True, False])
+def test_signal_while_ray_starts_or_after_it_is_an_interrupt_of_what_follows(
+    start: Callable[..., None], comes_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def init(**settings: object) -> None:  # with a handler of its own
+        ray_utils.set_sigterm_handler(lambda number, frame: sys.exit(number))
+        if comes_early:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # in the same moment
+        begun.append(True)
+
+    monkeypatch.setattr(local_ray.ray, "init", init)
     with signals_as_interrupts() as interrupts:
         if comes_early:
             with pytest.raises(KeyboardInterrupt):
@@ -104,12 +114,35 @@ def test_signal_while_ray_starts_or_after_it_is_an_interrupt(
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
         signal.raise_signal(signal.SIGTERM)  # in the same moment
+    assert begun == [True]
 
 
-def test_ray_ends_a_process_without_handlers_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_ray.ray, "init", lambda **settings: sys.exit(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        local_ray.join_ray("auto", log_to_driver=False)
+@pytest.mark.usefixtures("starts_alone")
+def test_second_signal_does_not_wait_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def init(**settings: object) -> None:
+        nonlocal now_s
+        signal.raise_signal(signal.SIGINT)
+        now_s += 1.0
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("nothing was raised")
+
+    monkeypatch.setattr(local_ray.ray, "init", init)
+    with signals_as_interrupts(), pytest.raises(KeyboardInterrupt):
+        local_ray.start_local_ray(log_to_driver=False)
+
+
+@pytest.mark.usefixtures("starts_alone")
+def test_signal_while_ray_fails_to_start_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ConnectionError
+
+    monkeypatch.setattr(local_ray.ray, "init", init)
+    with signals_as_interrupts(), pytest.raises(KeyboardInterrupt):
+        local_ray.start_local_ray(log_to_driver=False)
 
 
 def test_full_disk_is_told_before_ray_tries_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -353,7 +386,7 @@ def test_a_limit_on_processes_is_told_where_it_kept_ray_from_starting(
 _START_ONE = """
 import os, time
 from pathlib import Path
-from cluster import local_ray
+from cluster import local_ray, signals
 
 forks = []
 os.register_at_fork(before=lambda: forks.append(1))

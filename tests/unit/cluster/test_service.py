@@ -322,6 +322,22 @@ def test_start_waits_for_the_one_before_and_stops_what_it_began_where_that_would
     assert calls == wanted
 
 
+@pytest.mark.parametrize(("name", "address"), [("join_ray", "127.0.0.1:1"), ("start_local_ray", None)])
+def test_ray_is_left_where_the_start_is_interrupted_right_after_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, address: str | None
+) -> None:
+    def interrupt(*address: str, log_to_driver: bool) -> None:
+        raise KeyboardInterrupt
+
+    left = []
+    monkeypatch.setattr(service_module, name, interrupt)
+    monkeypatch.setattr(service_module, "leave_ray", lambda: left.append(True))
+    monkeypatch.setattr(service_module, "check_spec", lambda spec: spec)
+    with pytest.raises(KeyboardInterrupt):
+        Service.start(build_spec({"ray": {"address": address}}))
+    assert left == [True]
+
+
 def test_only_a_name_that_is_taken_is_told_as_another_service(monkeypatch: pytest.MonkeyPatch) -> None:
     def create(spec: ClusterSpec, *, is_local: bool, log_level: str) -> None:
         raise error
