@@ -21,7 +21,7 @@ from cluster.errors import ControllerError, StartError
 from cluster.preflight import check_spec
 from cluster.readiness import is_ready
 from cluster.serve import print_addresses, tell_slowness
-from cluster.signals import signals_as_interrupts
+from cluster.signals import Interrupts, signals_as_interrupts, signals_wait
 from cluster.status_view import StartView
 
 _POLL_S = 0.1
@@ -40,23 +40,25 @@ def serve_in_background(
     settings = _with_control_port(settings)
     spec = build_spec(settings)
     path = log_file or _default_log(spec.control_port)
-    with signals_as_interrupts():
-        with _open_log(path) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cluster.background", log_level],  # whatever this folder calls cluster
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    process = None
+    with signals_as_interrupts() as interrupts:
         try:
+            with _open_log(path) as log, signals_wait():
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "cluster.background", log_level],  # whatever this folder calls cluster
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(settings))
             process.stdin.close()
-            status = _wait_ready(process, spec, console, path)
+            status = _wait_ready(process, spec, console, path, interrupts)
         except BaseException:
-            process.terminate()
-            process.wait()
+            if process is not None:
+                process.terminate()
+                process.wait()
             raise
     print_addresses(
         console,
@@ -89,10 +91,11 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 def _wait_ready(
-    process: "subprocess.Popen[bytes]", spec: ClusterSpec, console: Console, log_file: Path
+    process: "subprocess.Popen[bytes]", spec: ClusterSpec, console: Console, log_file: Path, interrupts: Interrupts
 ) -> control_pb2.GetStatusResponse:
     with StartView(console) as view, ControlClient(_control_address(spec), tls=spec.inner_tls) as client:
         while True:
+            interrupts.check()
             if process.poll() is not None:
                 raise StartError(_last_words(log_file))
             try:

@@ -34,7 +34,7 @@ from cluster.patience import Patience
 from cluster.preflight import check_spec
 from cluster.readiness import first_failure, is_ready
 from cluster.saved_state import RayStateStore, decode
-from cluster.signals import deaf_to_signals
+from cluster.signals import deaf_to_signals, signals_wait
 from cluster.spares import SpareKind, spare_options
 from cluster.started_settings import decode_spec, encode_spec
 from router.tls import InnerTls
@@ -95,8 +95,9 @@ class Service:
             running = _take_over(spec) if takes_over else None
             if running is not None:
                 return running
-            created = _create_controller(spec, is_local=is_local, log_level=log_level)
-            started = created.start.remote(takes_over=takes_over)
+            with signals_wait():  # a controller of which nobody knows would stay
+                created = _create_controller(spec, is_local=is_local, log_level=log_level)
+                started = created.start.remote(takes_over=takes_over)
             address, goes_on = ray.get(started)
         except BaseException as error:
             if not is_local:  # a local Ray ends with all that runs there

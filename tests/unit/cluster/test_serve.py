@@ -316,17 +316,22 @@ def test_folder_of_logs_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / ".cache" / "weft").stat().st_mode & 0o777 == 0o700
 
 
-def test_sigterm_ends_the_process_in_the_background_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["subprocess.Popen", "_wait_ready"])
+def test_sigterm_ends_the_process_in_the_background_too(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     calls: list[str] = []
     process = SimpleNamespace(
         stdin=io.BytesIO(), terminate=lambda: calls.append("terminate"), wait=lambda: calls.append("wait")
     )
 
-    def be_told_to_end(*_: object) -> None:
+    def be_told_to_end(*_: object, **__: object) -> SimpleNamespace:
         signal.raise_signal(signal.SIGTERM)
+        return process
 
     monkeypatch.setattr("cluster.detach.subprocess.Popen", lambda *args, **options: process)
-    monkeypatch.setattr("cluster.detach._wait_ready", be_told_to_end)
+    monkeypatch.setattr("cluster.detach._wait_ready", lambda *args: pytest.fail("nothing was raised"))
+    monkeypatch.setattr(f"cluster.detach.{place}", be_told_to_end)
     with pytest.raises(KeyboardInterrupt):
         serve_in_background(ANY_PORTS, Console(), log_level="warning", log_file=tmp_path / "log")
     assert calls == ["terminate", "wait"]

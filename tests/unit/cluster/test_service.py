@@ -1,5 +1,6 @@
 """What a service does where Ray is not as it should be; the rest is in the end-to-end tests."""
 
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from cluster.config import ClusterSpec, build_spec
 from cluster.errors import ControllerError, StartError, StoppedAtStartError
 from cluster.saved_state import SavedState, encode
 from cluster.service import Service, _take_over
+from cluster.signals import signals_as_interrupts
 from cluster.started_settings import encode_spec
 
 
@@ -320,6 +322,25 @@ def test_start_waits_for_the_one_before_and_stops_what_it_began_where_that_would
     with pytest.raises(KeyboardInterrupt):
         Service.start(build_spec({"ray": {"address": address}}))
     assert calls == wanted
+
+
+def test_a_controller_that_is_made_as_a_signal_comes_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, stopped = SimpleNamespace(start=SimpleNamespace(remote=lambda **_: object())), []
+
+    def create(spec: ClusterSpec, *, is_local: bool, log_level: str) -> SimpleNamespace:
+        signal.raise_signal(signal.SIGTERM)
+        return controller
+
+    for name in ("check_spec", "join_ray", "leave_ray", "_wait_for_end_of_stopped"):
+        monkeypatch.setattr(service_module, name, lambda spec=None, **options: spec)
+    monkeypatch.setattr(service_module, "_create_controller", create)
+    monkeypatch.setattr(service_module, "_stop_what_began", lambda began, *_: stopped.append(began))
+    context = SimpleNamespace(runtime_env={})
+    ray = SimpleNamespace(get_runtime_context=lambda: context, kill=lambda actor: stopped.append(actor))
+    monkeypatch.setattr(service_module, "ray", ray)
+    with signals_as_interrupts(), pytest.raises(KeyboardInterrupt):
+        Service.start(build_spec({"ray": {"address": "127.0.0.1:1"}}))
+    assert stopped == [controller, controller]
 
 
 @pytest.mark.parametrize(("name", "address"), [("join_ray", "127.0.0.1:1"), ("start_local_ray", None)])
