@@ -1,5 +1,6 @@
 """The entry of the `weft` command."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -45,6 +46,27 @@ def test_command_itself_is_interrupted_as_ever(monkeypatch: pytest.MonkeyPatch) 
     finally:
         signal.signal(signal.SIGINT, before)
     assert (handlers, after) == ([before], signal.SIG_DFL), "and Python's own end by nothing that it would show"
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments"), [("typer", ["status"]), ("ray", ["serve"]), ("torch", ["make-model", "/dev/null/model"])]
+)
+def test_package_that_is_not_installed_is_named_in_one_line(missing: str, arguments: list[str]) -> None:
+    weft = f"import sys; sys.modules['{missing}'] = None; from cluster.command import main; main()"
+    command = [sys.executable, "-c", weft, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = f"Error: this command needs the Python package '{missing}', which is not installed here\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
+
+
+def test_module_that_an_installed_package_lacks_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.cli.main", lambda: importlib.import_module("cluster.missing"))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(ModuleNotFoundError, match=r"cluster\.missing"):
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
