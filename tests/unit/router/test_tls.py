@@ -69,6 +69,7 @@ async def test_client_may_look_for_another_name_than_it_dials(ca: trustme.CA, tm
             with pytest.raises(UnavailableError):
                 await client.models()
         async with AsyncClient(target, credentials=credentials, tls_name="localhost", timeout_s=10) as client:
+            await client.wait_ready(30)  # what is told of a model changes when its replica is there
             assert await client.models() == await asyncio.to_thread(list_models, target) != []
 
 
