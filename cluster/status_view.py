@@ -63,9 +63,9 @@ def status_as_dict(status: control_pb2.GetStatusResponse) -> dict[str, Any]:
 
 def print_status(console: Console, status: control_pb2.GetStatusResponse) -> None:
     """Show models, groups, routers and nodes as tables."""
-    restarts = f"; controller restarted {status.controller.restarts} times" if status.controller.restarts else ""
+    restarts = f", restarted {status.controller.restarts} times" if status.controller.restarts else ""
     stops = "; the service is stopping" if status.controller.stopping else ""
-    console.print(f"Weft {status.version}, up {duration(status.uptime_s)}{restarts}{stops}", highlight=False)
+    console.print(f"Weft {status.version}, controller up {duration(status.uptime_s)}{restarts}{stops}", highlight=False)
     reasons: list[Text] = []
     models = _table("model", "ready", "revision", "tp x pp", "path")
     groups = _table("replica", "state", "for", "rev", "restarts", "ranks (node:pid)", "address")

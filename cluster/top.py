@@ -76,7 +76,8 @@ def look(client: ControlClient) -> Observation:
 
 def render(snapshot: Snapshot, width: int) -> RenderableType:
     """Return the tables of a snapshot."""
-    title = Text(f"Weft, up {duration(snapshot.uptime_s)}; rates over {snapshot.window_s:.0f} s", style="bold")
+    up, window = duration(snapshot.uptime_s), f"{snapshot.window_s:.0f} s"
+    title = Text(f"Weft, controller up {up}; rates over {window}", style="bold")
     is_wide = width >= _NARROW
     return Group(
         title,

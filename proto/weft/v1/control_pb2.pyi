@@ -404,6 +404,7 @@ class GetStatusResponse(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
+    """Of the controller: groups and routers outlive it."""
     metrics_address: _builtins.str
     """Where the controller's metrics and the list of all others' are, host:port."""
     @_builtins.property

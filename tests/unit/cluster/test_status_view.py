@@ -106,6 +106,21 @@ def test_status_fits_and_tells_reasons() -> None:
     assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("restarts", "is_stopping", "line"),
+    [
+        (0, False, "Weft 1.2, controller up 1 h 2 min"),
+        (2, True, "Weft 1.2, controller up 1 h 2 min, restarted 2 times; the service is stopping"),
+    ],
+)
+def test_status_tells_how_long_the_controller_lives(restarts: int, is_stopping: bool, line: str) -> None:
+    status = control_pb2.GetStatusResponse(version="1.2", uptime_s=3725)
+    status.controller.restarts, status.controller.stopping = restarts, is_stopping
+    out = io.StringIO()
+    print_status(Console(file=out, width=80), status)
+    assert out.getvalue().splitlines()[0] == line
+
+
 def test_status_tells_replicas_by_their_ids_and_which_nodes_are_drained() -> None:
     status = status_with(READY, router_alive=True)
     status.models[0].groups[0].replica_id = "m-0.3"
