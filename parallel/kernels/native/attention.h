@@ -48,6 +48,10 @@ class Scratch {
     Buffer<float> scores, part, totals;
     Buffer<Number> packed;
     std::vector<Running> running;
+#ifdef WEFT_HAS_PACKED_MATRIX
+    Buffer<float> multiplied;        // rows, as to_multiply has them
+    std::vector<LeftVectors> parts;  // of the rows
+#endif
     const Tile* next = nullptr;   // that this thread is likely to compute after this one
     const void* asked = nullptr;  // the first of the keys that were asked for last, for a tile after the one that did it
 
@@ -230,7 +234,10 @@ class PagedAttention {
     void add_block(const Tile& tile, int row, int num_rows, int begin, Span seen, const Number* q, Running* running, float* totals);
     PackedTokens pack(const Tile& tile, int begin, Span seen, Scratch& scratch) const;
 
-    // As attend_packed, one row a head: attention_single.h.
+    // As attend_packed, a few rows a head: attention_few.h.
+    void attend_few_rows(const Tile& tile, Span seen, const Number* q, Scratch& scratch, Running* running, float* totals);
+
+    // The same, one row a head: attention_single.h.
     void attend_single_rows(const Tile& tile, Span seen, const Number* q, Scratch& scratch, Running* running, float* totals);
     void ask_ahead(Upcoming& upcoming, const Tile& tile, Span seen, bool is_asked, Scratch& scratch) const;
     void add_tokens(Upcoming& upcoming, const Number* half, const Tile& tile, int begin, int end) const;
@@ -387,6 +394,7 @@ void attend(const Target<Number>& out, const Number* q, int64_t q_token_stride, 
 }  // namespace weft
 
 #include "attention_chunks.h"
+#include "attention_few.h"
 #include "attention_int8.h"
 #include "attention_packed.h"
 #include "attention_single.h"

@@ -14,6 +14,7 @@ inline void PagedAttention<C>::attend_packed(const Tile& tile, int partition, co
     const Span seen = tokens_of(tile, partition);
     const int begin = first_of_run(seen.begin);
     if (rows == 1) return attend_single_rows(tile, seen, q, scratch, running, totals);
+    if (!may_use_tiles() && rows <= BLOCK_ROWS) return attend_few_rows(tile, seen, q, scratch, running, totals);
     std::fill_n(running, tile.num_kv_heads * rows, Running{});
     const PackedTokens packed = pack(tile, begin, seen, scratch);
     [[maybe_unused]] const TileScope scope = TileScope::of_rows(std::min(rows, TILE));

@@ -7,7 +7,6 @@
 
 namespace weft {
 
-constexpr int AHEAD = PANEL;  // tokens that are asked for before they are read
 constexpr int TOGETHER = 4;  // tokens whose values are added, of all heads, before those after them: about as they lie in memory
 
 template <class C>

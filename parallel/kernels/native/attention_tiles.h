@@ -11,12 +11,13 @@
 
 namespace weft {
 
+constexpr int AHEAD = PANEL;  // tokens that are asked for before they are read
+
 // The keys of some heads, side by side in memory, each as a packed matrix [num_tokens, head_dim], one after the other. The
 // first head of token i begins at keys + offsets[i]. All heads of a few tokens are packed before the next tokens, since so
 // they lie. Meanwhile the keys of later tokens are asked for, and the values of these.
 inline void pack_keys(Number* packed, const Number* keys, const Number* values, const int64_t* offsets, int num_tokens,
                       int num_heads, int head_dim) {
-    constexpr int AHEAD = 2 * TILE;  // tokens
     for (int token = 0; token < num_tokens; token += TILE)
         for (int head = 0; head < num_heads; head++) {
             Number* to = packed + (int64_t(head) * num_tokens + token / PANEL * PANEL) * head_dim + token % PANEL / TILE * (STEP_SIZE / 2);
@@ -211,12 +212,18 @@ inline void round_in_float(float* x, int count) {
     }
 }
 
+// As numbers, in the same place; whole runs of 32.
+inline void store_numbers(float* x, int count) {
+    if (PER_LANE == 1) return;
+    Number* const numbers = reinterpret_cast<Number*>(x);
+    for (int i = 0; i < count; i += 2 * LANES) store_two(numbers + i, load(x + i), load(x + i + LANES), false);
+}
+
 // Weights of a row, in whole runs of 32, as they meet the values: for tiles still float32, for vectors `Weight` in the same place.
 inline void round_weights(float* weights, int count) {
     if (PER_LANE == 1) return;
     if (may_use_tiles() || sizeof(Weight) == sizeof(float)) return round_in_float(weights, count);
-    Number* const rounded = reinterpret_cast<Number*>(weights);
-    for (int i = 0; i < count; i += 2 * LANES) store_two(rounded + i, load(weights + i), load(weights + i + LANES), false);
+    store_numbers(weights, count);
 }
 
 // Adds weight * value of at most 32 tokens to LINES * 32 dims of a row by vectors. Of each 32 dims `totals` has, in bfloat16, the

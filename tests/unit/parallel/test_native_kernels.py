@@ -118,15 +118,19 @@ def test_chunks_together_have_the_bits_they_have_alone(
 
 
 @pytest.mark.usefixtures("dot_products")
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160])
+@pytest.mark.parametrize(
+    ("group", "head_dim"),
+    [*[(1, head_dim) for head_dim in (32, 64, 96, 128, 160)], (2, 64), (4, 128), (7, 64), (13, 32), (17, 32)],
+)
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, None), (12, None), (16, 70)])
 def test_a_row_has_the_bits_it_has_among_others(
-    operations: Operations, dtype: torch.dtype, head_dim: int, block_size: int, window: int | None
+    operations: Operations, dtype: torch.dtype, group: int, head_dim: int, block_size: int, window: int | None
 ) -> None:
-    """A single row goes other ways than many: the last tokens of a sequence as one chunk, and one by one."""
-    num_tokens, num_heads = 5, 3
+    """One row a key-value head, and a few, go other ways than many: the last tokens of a sequence as one chunk, and
+    one by one."""
+    num_tokens, num_heads = 5, 3 * group
     spans = [*[(1, 296 + token) for token in range(num_tokens)], (num_tokens, 300)]
-    layout = make_layout(spans, num_kv_heads=num_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    layout = make_layout(spans, num_kv_heads=3, head_dim=head_dim, block_size=block_size, dtype=dtype)
     meta, tables = layout.meta, layout.meta.block_tables
     tables[:num_tokens] = tables[num_tokens]
     q = torch.randn(2 * num_tokens, num_heads, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
